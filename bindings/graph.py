@@ -1,0 +1,180 @@
+"""CUDA graphs of the fused draft step: static buffers, one graph a batch size, padding by slot -1.
+
+There is no graph on the CPU: the caller runs `ops.fused_draft_step` eagerly there, and also for a
+batch larger than the largest captured size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.draft_layer import DraftLayer
+from . import ops
+
+
+class DraftStepGraphRunner:
+    """Captures `fused_draft_step` for given batch sizes and replays it for any batch up to the largest.
+
+    The sizes are captured from the largest down in one memory pool, as SGLang does. A batch of n
+    rows replays the next size up; rows from n on keep slot -1 and write nothing. `replay` neither
+    allocates nor synchronises. The outputs are views of static buffers: they hold until the next
+    replay.
+
+    Attributes:
+        memory_bytes: device memory that the static buffers and the graphs took.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: DraftLayer,
+        batch_sizes: Sequence[int],
+        kept_hidden_states: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        packed_aux: bool = True,
+        with_input_embeds: bool = False,
+        seq_lens_dtype: torch.dtype = torch.int64,
+        pool: tuple[int, int] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Allocate the static buffers and capture every size.
+
+        Args:
+            layer: the draft layer's weights, on a GPU.
+            batch_sizes: sizes to capture; any order, duplicates are dropped.
+            kept_hidden_states, k_buffer, v_buffer: what the step writes, at fixed addresses.
+            k_scale, v_scale: as in `ops.write_draft_kv`.
+            packed_aux: whether replay is given one packed tensor or a list of `num_aux`.
+            with_input_embeds: whether replay is given embeddings ([rows, H]).
+            seq_lens_dtype: of `seq_lens` and the returned new lengths; int64 or int32.
+            pool: a graph memory pool to share, such as the target's graphs'.
+            backend: as in `ops.fused_draft_step`.
+
+        Raises:
+            ValueError: not on a GPU, no sizes, or the op does not take these tensors.
+        """
+        device = k_buffer.device
+        if device.type != "cuda":
+            raise ValueError(f"k_buffer must be on a GPU to capture graphs, got {device}")
+        self.batch_sizes = sorted(set(batch_sizes))
+        if not self.batch_sizes or self.batch_sizes[0] < 1:
+            raise ValueError(f"batch_sizes must be positive and not empty, got {batch_sizes}")
+        free_before = _free_bytes(device)
+        rows, dtype = self.batch_sizes[-1], layer.kv_proj.dtype
+        num_aux, width = layer.num_aux_hidden_states, layer.target_hidden_size
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        shapes = [(rows, num_aux * width)] if packed_aux else [(rows, width)] * num_aux
+        self._aux = [zeros(shape, dtype) for shape in shapes]
+        self._embeds = zeros((rows, layer.hidden_size), dtype) if with_input_embeds else None
+        self._tokens = zeros((rows,), torch.int64)
+        self._seq_lens = zeros((rows,), seq_lens_dtype)
+        self._requests = zeros((rows,), torch.int64)
+        self._slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.bonus_tokens = zeros((rows,), torch.int32)
+        self.new_seq_lens = zeros((rows,), seq_lens_dtype)
+        self._step = {
+            "layer": layer,
+            "kept_hidden_states": kept_hidden_states,
+            "k_buffer": k_buffer,
+            "v_buffer": v_buffer,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "backend": backend,
+        }
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        for size in reversed(self.batch_sizes):
+            self._graphs[size], pool = self._capture(size, pool)
+        self.pool = pool
+        self.memory_bytes = max(0, free_before - _free_bytes(device))
+
+    def can_replay(self, num_rows: int) -> bool:
+        """Whether a batch of that many rows fits the largest captured size."""
+        return num_rows <= self.batch_sizes[-1]
+
+    def replay(
+        self,
+        *,
+        aux_hidden_states: torch.Tensor | Sequence[torch.Tensor],
+        next_token_ids: torch.Tensor,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        input_embeds: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the batch in and replay. Arguments are those of `ops.fused_draft_step`.
+
+        Returns:
+            `bonus_tokens` [rows] int32 and `new_seq_lens` [rows], views that the next replay
+            overwrites.
+
+        Raises:
+            ValueError: more rows than the largest captured size, or another number of aux tensors
+                or embeddings than the runner was built for.
+        """
+        n = next_token_ids.shape[0]
+        if not self.can_replay(n):
+            raise ValueError(f"{n} rows exceed the largest captured size {self.batch_sizes[-1]}")
+        packed = isinstance(aux_hidden_states, torch.Tensor)
+        wide = [aux_hidden_states] if packed else list(aux_hidden_states)
+        if len(wide) != len(self._aux) or (input_embeds is None) != (self._embeds is None):
+            raise ValueError(
+                f"the runner was built for {len(self._aux)} aux tensors and "
+                f"{'no ' if self._embeds is None else ''}input_embeds, got {len(wide)} and "
+                f"{'none' if input_embeds is None else 'some'}"
+            )
+        static = [buffer[:n] for buffer in self._aux]
+        if self._embeds is not None and input_embeds is not None:
+            static.append(self._embeds[:n])
+            wide.append(input_embeds)
+        torch._foreach_copy_(static, wide)
+        indices = (self._tokens, self._seq_lens, self._requests, self._slots)
+        torch._foreach_copy_(
+            [buffer[:n] for buffer in indices],
+            [next_token_ids, seq_lens, req_pool_indices, out_cache_loc],
+        )
+        size = self.batch_sizes[bisect_left(self.batch_sizes, n)]
+        if n < size:
+            self._slots[n:size].fill_(-1)
+        self._graphs[size].replay()
+        return self.bonus_tokens[:n], self.new_seq_lens[:n]
+
+    def _capture(
+        self, size: int, pool: tuple[int, int] | None
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[int, int]]:
+        def step() -> None:
+            aux = [buffer[:size] for buffer in self._aux]
+            ops.fused_draft_step(
+                aux_hidden_states=aux[0] if len(aux) == 1 else aux,
+                next_token_ids=self._tokens[:size],
+                seq_lens=self._seq_lens[:size],
+                req_pool_indices=self._requests[:size],
+                out_cache_loc=self._slots[:size],
+                bonus_tokens=self.bonus_tokens[:size],
+                new_seq_lens=self.new_seq_lens[:size],
+                input_embeds=None if self._embeds is None else self._embeds[:size],
+                **self._step,
+            )
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # every slot is -1: the warm-up compiles and writes nothing
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        return graph, graph.pool()
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]
