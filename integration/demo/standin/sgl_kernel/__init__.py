@@ -1,17 +1,17 @@
 """Pure-torch stand-in for the CPU build of `sgl_kernel`, which PyPI does not have.
 
-It holds the operators that SGLang 0.5.17 and 0.5.23 call on a CPU for dense Llama-type models and EAGLE
-speculation, for demos and tests on a machine without a GPU. `convert_weight_packed` is absent on purpose:
-SGLang then takes its native torch path in every layer. Anything outside this scope raises
-NotImplementedError with the operator's name.
+It holds the operators that SGLang 0.5.17 and 0.5.23 call on a CPU for dense Llama-type models and
+EAGLE speculation, for demos and tests on a machine without a GPU. `convert_weight_packed` is absent
+on purpose: SGLang then takes its native torch path in every layer. Arguments outside this scope
+raise NotImplementedError with the operator's name.
 """
 
 import torch
 
 if torch.cuda.is_available():
     raise ImportError(
-        f"the CPU stand-in for sgl_kernel was imported from {__file__} on a machine with a CUDA GPU; "
-        "remove its folder from PYTHONPATH and install SGLang's own sgl-kernel"
+        f"the CPU stand-in for sgl_kernel ({__file__}) was imported on a machine with a CUDA GPU: "
+        "take its folder off PYTHONPATH and install SGLang's own sgl-kernel"
     )
 
 from . import attention

@@ -1,44 +1,44 @@
-"""Attention over SGLang's slot-addressed KV pool, `torch.ops.sgl_kernel.{decode,extend}_attention_cpu`.
+"""Attention over SGLang's slot-addressed KV pool: `torch.ops.sgl_kernel.*_attention_cpu`.
 
-Shapes: query rows [rows, num_heads, head_dim], pools [slots, num_kv_heads, head_dim], `req_to_token`
-[pool_rows, max_context] int32 (slot of each position). A batch whose requests all have the same number of
-query rows (decode, verify, draft extend) is one padded call; otherwise (prefill) requests go one by one.
+Shapes: query rows [rows, num_heads, head_dim], pools [slots, num_kv_heads, head_dim],
+`req_to_token` [pool_rows, max_context] int32 (slot of each position). A batch whose requests all
+have the same number of query rows (decode, verify, draft extend) is one padded call; otherwise
+(prefill) requests go one by one.
 """
+
+from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
 
-# 0.5.17 passes no scales, 0.5.23 does: two overloads of one operator, told apart by the arguments
-_DECODE = (
-    "(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, {scales}Tensor(c!) output, Tensor? key, "
-    "Tensor? value, Tensor loc, Tensor attn_logits, Tensor req_to_token, Tensor req_pool_indices, "
-    "Tensor seq_lens, float sm_scale, float logit_cap, bool is_cross_attn, int sliding_window, "
-    "Tensor? encoder_lens, Tensor? sinks) -> ()"
-)
-_EXTEND = (
-    "(Tensor q_extend, Tensor? k_extend, Tensor? v_extend, Tensor(a!) o_extend, Tensor k_buffer, "
-    "Tensor v_buffer, {scales}Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
-    "Tensor extend_seq_lens, Tensor extend_start_loc, int max_len_extend, float sm_scale, "
-    "float logit_cap, bool is_cross_attn, int sliding_window, Tensor? encoder_lens, Tensor? sinks, "
-    "Tensor? tree_mask, bool is_causal=True) -> ()"
-)
+# SGLang passes the arguments by position; 0.5.17 passes all but the two scales
+_DECODE = """decode_attention_cpu(
+    Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, {scales}
+    Tensor(c!) output, Tensor? key, Tensor? value, Tensor loc, Tensor attn_logits,
+    Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, float sm_scale, float logit_cap,
+    bool is_cross_attn, int sliding_window, Tensor? encoder_lens, Tensor? sinks) -> ()"""
+_EXTEND = """extend_attention_cpu(
+    Tensor q_extend, Tensor? k_extend, Tensor? v_extend, Tensor(a!) o_extend,
+    Tensor k_buffer, Tensor v_buffer, {scales} Tensor req_to_token, Tensor req_pool_indices,
+    Tensor seq_lens, Tensor extend_seq_lens, Tensor extend_start_loc, int max_len_extend,
+    float sm_scale, float logit_cap, bool is_cross_attn, int sliding_window,
+    Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask, bool is_causal=True) -> ()"""
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 
 
 def register() -> None:
-    """Defines both operators, each with and without scales, in the namespace `sgl_kernel`."""
-    for name, schema, function, scales_at in (
-        ("decode_attention_cpu", _DECODE, decode_attention_cpu, 3),
-        ("extend_attention_cpu", _EXTEND, extend_attention_cpu, 6),
+    """Defines both operators, in the form that the installed SGLang calls."""
+    scaled = not version("sglang").startswith("0.5.17")
+    for schema, function, scales_at in (
+        (_DECODE, decode_attention_cpu, 3),
+        (_EXTEND, extend_attention_cpu, 6),
     ):
+        _library.define(schema.format(scales="float k_scale, float v_scale," if scaled else ""))
 
         def unscaled(*args, function=function, scales_at=scales_at) -> None:
             function(*args[:scales_at], 1.0, 1.0, *args[scales_at:])
 
-        _library.define(name + schema.format(scales="float k_scale, float v_scale, "))
-        _library.define(f"{name}.unscaled{schema.format(scales='')}")
-        _library.impl(name, function, "CPU")
-        _library.impl(f"{name}.unscaled", unscaled, "CPU")
+        _library.impl(function.__name__, function if scaled else unscaled, "CPU")
 
 
 def decode_attention_cpu(
@@ -64,8 +64,8 @@ def decode_attention_cpu(
 ) -> None:
     """One query row per request: stores `key`/`value` at `loc` if given, then writes `output`.
 
-    Row i attends to the first `seq_lens[i]` positions of `req_to_token[req_pool_indices[i]]`, its own
-    position included. `attn_logits` is scratch of the compiled operator and is left alone.
+    Row i attends to the first `seq_lens[i]` positions of `req_to_token[req_pool_indices[i]]`, its
+    own position included. `attn_logits` is scratch of the compiled operator and is left alone.
     """
     _refuse_unsupported(
         "decode_attention_cpu",
@@ -119,11 +119,11 @@ def extend_attention_cpu(
     tree_mask: torch.Tensor | None,
     is_causal: bool = True,
 ) -> None:
-    """The last `extend_seq_lens[i]` of request i's `seq_lens[i]` positions attend; writes `o_extend`.
+    """The last `extend_seq_lens[i]` of `seq_lens[i]` positions attend; writes `o_extend`.
 
-    Request i's query rows start at `extend_start_loc[i]`. SGLang has stored their keys and values in the
-    pool before the call, so `k_extend` and `v_extend` are not read. `tree_mask`: bool, flat
-    [batch, extend, extend], says which of the extended positions a row sees instead of the earlier ones.
+    Request i's query rows start at `extend_start_loc[i]`. SGLang has stored their keys and values
+    in the pool before the call, so `k_extend` and `v_extend` are not read. `tree_mask`: bool, flat
+    [batch, extend, extend]: which of the extended positions a row sees, instead of causality.
     """
     _refuse_unsupported(
         "extend_attention_cpu",
@@ -143,7 +143,8 @@ def extend_attention_cpu(
         groups = [[i] for i in range(len(lengths))]
     else:
         raise NotImplementedError(
-            f"extend_attention_cpu: tree_mask with unequal extend_seq_lens {lengths} is not in the stand-in"
+            f"extend_attention_cpu: tree_mask with extend_seq_lens={lengths} is not in the "
+            "CPU stand-in, only equal lengths"
         )
     for group in groups:
         extend = lengths[group[0]] if group else 0
@@ -179,7 +180,7 @@ def _attend(
     visible: torch.Tensor,
     sm_scale: float,
 ) -> torch.Tensor:
-    """query [batch, rows, heads, dim], slots [batch, keys], visible [batch, rows, keys] -> like query."""
+    """query [batch, rows, heads, dim], slots [batch, keys], visible [batch, rows, keys]."""
     keys, values = (
         # index_select on flat rows is 10 times faster on a CPU than pool[slots]
         pool.flatten(1).index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:])

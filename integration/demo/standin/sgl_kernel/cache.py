@@ -1,6 +1,6 @@
-"""KV copies, slot tables and token rotation. Index tensors are int32 or int64; every output is written in place.
+"""KV copies, slot tables and token rotation; outputs are arguments, indices int32 or int64.
 
-A span is the half-open range [start, end) of one request; spans are laid end to end in flat tensors.
+A span is the half-open range [start, end) of one request; flat tensors hold spans end to end.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Scatters flat `out_cache_loc` into each request's span of `req_to_token` [pool_rows, pool_len]."""
+    """Scatters flat `out_cache_loc` into the spans of `req_to_token` [pool_rows, pool_len]."""
     span, position = _spans(start_offset, end_offset - start_offset)
     slots = out_cache_loc[: span.numel()].to(req_to_token.dtype)
     req_to_token[req_pool_indices[span], position] = slots
@@ -38,7 +38,7 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Gathers each request's span of `req_to_token` into the head of flat `out_cache_loc`."""
+    """Gathers the spans of `req_to_token` [pool_rows, pool_len] into flat `out_cache_loc`."""
     span, position = _spans(start_offset, end_offset - start_offset)
     out_cache_loc[: span.numel()] = req_to_token[req_pool_indices[span], position]
 
@@ -52,7 +52,7 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     num_steps: int,
 ) -> None:
-    """Writes the `topk * num_steps` slots that follow each request's `seq_lens` to `out_cache_loc`."""
+    """Gathers the `topk * num_steps` slots from position `seq_lens` on, for each request."""
     position = seq_lens[:, None] + torch.arange(topk * num_steps)
     out_cache_loc.copy_(req_to_token[req_pool_indices[:, None], position].flatten())
 
@@ -60,7 +60,7 @@ def assign_draft_cache_locs_contiguous_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
 ) -> None:
-    """Copies slots `src_loc` to `tgt_loc` in every buffer; all sources are read before any is written.
+    """Copies slots `src_loc` to `tgt_loc` in every buffer, all sources read before any write.
 
     `data_ptrs` [buffers] holds addresses, `strides` [buffers] the bytes of one slot.
     """

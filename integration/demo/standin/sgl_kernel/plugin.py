@@ -1,4 +1,4 @@
-"""SGLang plugin of the stand-in: repairs SGLang 0.5.17's CPU attention, does nothing on other versions.
+"""SGLang plugin of the stand-in: repairs 0.5.17's CPU attention, inert on other versions.
 
 SGLang finds it through the `.dist-info` folder beside this package, so it is active in every SGLang
 process that has the stand-in on PYTHONPATH (and no SGLANG_PLUGINS list without `cpu_standin`).
@@ -34,15 +34,18 @@ def keep_intel_amx(original: Callable[..., dict], view: Any) -> dict:
 
 
 def forward_extend(
-    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *args, **kwargs
-) -> Any:
+    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`forward_extend` with the prepared lengths."""
-    return original(backend, q, k, v, layer, _with_seq_lens(batch, backend.extend_metadata[0]), *args, **kwargs)
+    batch = _with_seq_lens(batch, backend.extend_metadata[0])
+    return original(backend, q, k, v, layer, batch, *args, **kwargs)
 
 
 def forward_decode(
-    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *args, **kwargs
-) -> Any:
+    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`forward_decode` with the prepared lengths, where a draft backend has prepared some."""
     if backend.draft_decode_metadata is not None:
         batch = _with_seq_lens(batch, backend.draft_decode_metadata[1])

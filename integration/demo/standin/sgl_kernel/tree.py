@@ -1,8 +1,9 @@
 """Draft trees: slots seen while drafting, tree construction, greedy verification.
 
-Node 0 of a tree is the root (the bonus token), nodes 1 .. draft_token_num - 1 are the selected drafts.
-`retrive_index` [batch, draft_token_num] numbers the nodes of the whole batch; `retrive_next_token` is a
-node's first child and `retrive_next_sibling` the next child of its parent, -1 where there is none.
+Node 0 of a tree is the root (the bonus token), nodes 1 .. draft_token_num - 1 are the selected
+drafts. `retrive_index` [batch, draft_token_num] numbers the nodes of the whole batch;
+`retrive_next_token` is a node's first child and `retrive_next_sibling` the next child of its
+parent, -1 where there is none.
 """
 
 import torch
@@ -20,8 +21,8 @@ def build_draft_decode_metadata_cpu(
 ) -> torch.Tensor:
     """Slot table of every draft branch, [batch * topk, max(seq_lens) + num_steps].
 
-    A branch sees its request's committed slots followed by its own `num_steps` draft slots, which start
-    `branch * num_steps` after the committed ones.
+    A branch sees its request's committed slots followed by its own `num_steps` draft slots, which
+    start `branch * num_steps` after the committed ones.
     """
     if seq_lens.numel() == 0:
         return req_to_token[:0]
@@ -48,15 +49,15 @@ def build_tree_kernel_efficient_cpu(
 ) -> None:
     """Links the selected drafts to a tree; writes mask, positions and the three `retrive_*` tables.
 
-    `selected_index` [batch, draft_token_num - 1] names drafts by their place among all candidates, `topk`
-    of which belong to each expanded node; `parent_list` gives the place of the expanded node (its column 0
-    is the root). `tree_mask` is flat [batch, draft_token_num, draft_token_num] bool: a node sees itself and
-    its ancestors. A draft whose parent was not selected stays unlinked.
+    `selected_index` [batch, draft_token_num - 1] names drafts by their place among all candidates,
+    of which every expanded node has `topk`; `parent_list` gives the places of the expanded nodes,
+    the root in column 0. `tree_mask` is flat [batch, draft_token_num, draft_token_num] bool: a node
+    sees itself and its ancestors. A draft whose parent was not selected stays unlinked.
     """
     if tree_mask_mode != QLEN_ONLY:
         raise NotImplementedError(
-            f"build_tree_kernel_efficient_cpu: tree_mask_mode={tree_mask_mode} is not in the CPU stand-in, "
-            f"only QLEN_ONLY ({QLEN_ONLY})"
+            f"build_tree_kernel_efficient_cpu: tree_mask_mode={int(tree_mask_mode)} is not in the "
+            f"CPU stand-in, only QLEN_ONLY ({QLEN_ONLY})"
         )
     batch = verified_seq_len.numel()
     selected = selected_index.view(batch, draft_token_num - 1)

@@ -1,8 +1,9 @@
 """Loads the installed torchvision where its compiled operators do not fit the installed torch.
 
-PyPI's torchvision is a CUDA build; with a CPU build of torch its library does not load, and importing it then fails on
-the missing schema of `torchvision::nms`. SGLang and transformers only import names from it, so schemas
-without an implementation are enough. Where the library loads, nothing is changed.
+PyPI's torchvision is a CUDA build; with a CPU build of torch its library does not load, and
+importing it then fails on the missing schema of `torchvision::nms`. SGLang and transformers only
+import names from it, so schemas without an implementation are enough. Where the library loads,
+nothing is changed.
 """
 
 import importlib.machinery
