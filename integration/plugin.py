@@ -1,0 +1,206 @@
+"""The SGLang plugin: `register` is what the entry point `sglang.srt.plugins` names.
+
+It runs in every process of a server. The launcher's hooks read the flags, refuse what is not
+supported before weights load, and check at the end that the schedulers really run the fused
+fallback, because SGLang logs and swallows a plugin's errors. The worker's hooks are registered in
+the scheduler process, and only where the flag is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from . import flags, refusals
+from .adapters.eagle_worker_v2 import MODULE as EAGLE_WORKER_V2
+from .adapters.eagle_worker_v2 import EagleWorkerV2
+from .adapters.versions import adapter_for
+from .metrics import leave_out_of_request, leave_out_of_server, report_without_division_by_zero
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+PROCESSOR = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
+REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+ATTRIBUTE = "_fused_fallback"
+"""Where the adapter lives: on the worker, and on the scheduler."""
+
+
+class FusedFallbackError(RuntimeError):
+    """The flag is given, but the server cannot run the fused fallback; the text says why."""
+
+
+def register() -> None:
+    """Register the launcher's and the scheduler's hooks; a second call registers nothing."""
+    _register(
+        {
+            "sglang.srt.server_args.ServerArgs.add_cli_args": ("after", _add_cli_args),
+            "sglang.srt.server_args.ServerArgs.from_cli_args": ("around", _from_cli_args),
+            "sglang.srt.entrypoints.engine.Engine._launch_subprocesses": ("around", _launch),
+            f"{SCHEDULER}.__init__": ("around", _init_scheduler),
+            f"{SCHEDULER}.get_init_info": ("after", _add_init_info),
+            f"{SCHEDULER}.get_internal_state": ("after", _add_internal_state),
+        }
+    )
+
+
+def register_worker() -> None:
+    """Register and apply the hooks of the scheduler process.
+
+    Raises:
+        FusedFallbackError: SGLang could not apply one; the text names it.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks = {
+        f"{EAGLE_WORKER_V2}.EAGLEWorkerV2.forward_batch_generation": ("around", _forward),
+        f"{EAGLE_WORKER_V2}.EagleDraftWorker._draft_extend_for_prefill": ("around", _prefill),
+        f"{PROCESSOR}._resolve_spec_v2_tokens": ("around", leave_out_of_request),
+        f"{REPORTER}.update_spec_metrics": ("around", leave_out_of_server),
+        f"{REPORTER}.report_decode_stats": ("around", report_without_division_by_zero),
+    }
+    _register(hooks)
+    HookRegistry.apply_hooks()
+    missing = sorted(set(hooks) - HookRegistry._patched)
+    if missing:
+        raise FusedFallbackError(f"off: SGLang did not apply the hooks on {', '.join(missing)}")
+
+
+def _register(hooks: dict[str, tuple[str, Callable[..., Any]]]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, (kind, hook) in hooks.items():
+        if all(registered is not hook for _, registered, _ in HookRegistry._hooks[target]):
+            HookRegistry.register(target, hook, HookType(kind))
+
+
+# ---- in the launcher: flags in, refusals out
+
+
+def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
+    flags.add_cli_args(parser)
+
+
+def _from_cli_args(from_cli_args: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    try:
+        arguments = flags.pop_arguments(vars(args))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if arguments is None:
+        return from_cli_args(cls, args)
+    if args.max_running_requests is None:
+        args.max_running_requests = arguments.max_running_requests
+    return flags.attach(from_cli_args(cls, args), arguments)
+
+
+def _launch(launch: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kw: Any) -> Any:
+    arguments = flags.arguments_of(server_args)
+    if arguments is None:
+        logger.info("fused fallback: off: %s is not given", flags.FLAG)
+        return launch(cls, server_args, *args, **kw)
+    setting = _check(server_args, arguments)
+    result = launch(cls, server_args, *args, **kw)
+    # Replicas behind a data parallel controller report to it alone, and each logs its own line.
+    if (setting("dp_size") or 1) == 1 and (setting("node_rank") or 0) == 0:
+        _verify(result)
+    return result
+
+
+def _check(server_args: Any, arguments: flags.FallbackArguments) -> refusals.Setting:
+    try:
+        adapter = adapter_for()
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()
+        setting = partial(adapter.setting, server_args)
+        reason = refusals.refuse_settings(setting) or refusals.refuse_draft(
+            adapter.draft_config(server_args)
+        )
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        raise SystemExit(f"fused fallback: off: {reason}")
+    warning = refusals.warn_threshold(setting, arguments.threshold)
+    if warning:
+        logger.warning("fused fallback: %s", warning)
+    return setting
+
+
+def _verify(launched: tuple[Any, ...]) -> None:
+    infos = [
+        info
+        for part in launched
+        for info in getattr(part, "scheduler_infos", None) or ()
+        if isinstance(info, dict)
+    ]
+    if not infos or any(ATTRIBUTE not in info for info in infos):
+        raise FusedFallbackError(
+            "fused fallback: off: a scheduler came up without it; its log says why "
+            "(is the plugin installed in that environment, and does SGLANG_PLUGINS allow it?)"
+        )
+    logger.info("fused fallback: %s", infos[0][ATTRIBUTE])
+
+
+# ---- in the scheduler process: bind the worker, report
+
+
+def _init_scheduler(init: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    server_args = kwargs.get("server_args", args[0] if args else None)
+    arguments = flags.arguments_of(server_args)
+    if arguments is None:
+        return init(scheduler, *args, **kwargs)
+    _check(server_args, arguments)
+    register_worker()
+    init(scheduler, *args, **kwargs)
+    worker = scheduler.draft_worker
+    adapter = adapter_for()(worker, arguments)
+    setattr(worker, ATTRIBUTE, adapter)
+    setattr(worker.draft_worker, ATTRIBUTE, adapter)
+    setattr(scheduler, ATTRIBUTE, adapter)
+    logger.info("fused fallback: %s", describe(adapter))
+
+
+def describe(adapter: EagleWorkerV2) -> str:
+    """The log line of a scheduler that runs the fused fallback."""
+    arguments = adapter.fallback.policy.arguments
+    kept = adapter.fallback.kept_hidden_states
+    return (
+        f"on (worker {type(adapter.worker).__name__}, SGLang {version('sglang')}, "
+        f"plugin {version('sglang-fused-fallback')}, off from {arguments.threshold} running "
+        f"requests, on again at {arguments.resume}, at least {arguments.min_steps} steps each; "
+        f"kept hidden states {kept.nbytes / 2**20:.1f} MiB)"
+    )
+
+
+def _add_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    adapter = getattr(scheduler, ATTRIBUTE, None)
+    return info if adapter is None else {**info, ATTRIBUTE: describe(adapter)}
+
+
+def _add_internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
+    adapter = getattr(scheduler, ATTRIBUTE, None)
+    if adapter is not None:
+        output.internal_state["fused_fallback"] = adapter.fallback.state()
+    return output
+
+
+# ---- in the worker: one path from the hook to the store
+
+
+def _forward(forward: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    adapter = getattr(worker, ATTRIBUTE, None)
+    if adapter is None:
+        return forward(worker, batch, *args, **kw)
+    return adapter.forward(forward, batch, *args, **kw)
+
+
+def _prefill(prefill: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    adapter = getattr(worker, ATTRIBUTE, None)
+    if adapter is None:
+        return prefill(worker, batch, *args, **kw)
+    return adapter.draft_prefill(prefill, batch, *args, **kw)

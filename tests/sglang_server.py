@@ -1,0 +1,289 @@
+"""Real SGLang in this process: its Scheduler and EAGLE worker, stepped by hand and recorded."""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PAIR = Path(__file__).parents[1] / "integration" / "demo" / "pair"
+SGLANG = version("sglang")
+
+SPECULATIVE = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": str(PAIR / "draft"),
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+
+
+@dataclass
+class ScriptedPolicy:
+    """A policy that follows a script instead of the load.
+
+    Args:
+        script: whether decode step 1, 2, ... is off.
+    """
+
+    script: Callable[[int], bool]
+    off: bool = False
+    flips: int = 0
+    step: int = 0
+
+    def update(self, num_running: int) -> bool:
+        self.step += 1
+        off = self.script(self.step)
+        self.flips += off != self.off
+        self.off = off
+        return off
+
+
+@dataclass
+class Recording:
+    """What one run did.
+
+    Args:
+        tokens: output tokens of each request.
+        proposals: the tree's draft tokens by (request, KV length before the step).
+        accept_lens: by (request, KV length before the step), steps that speculated only.
+        off_from: KV length before each request's first off step.
+        off_steps: (request, KV length before the step) of every off step.
+        draft_kv: K and V at positions [0, length) of each request, at its last step.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    proposals: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    accept_lens: dict[tuple[str, int], int] = field(default_factory=dict)
+    off_steps: list[tuple[str, int]] = field(default_factory=list)
+    draft_kv: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def after_off(self, key: tuple[str, int]) -> bool:
+        """Whether the request of `key` was off at a smaller length."""
+        return any(rid == key[0] and length < key[1] for rid, length in self.off_steps)
+
+    def mean_accept_len(self, *, after_off: bool = False) -> float:
+        """Mean over the steps that speculated, of those after an off step if asked."""
+        lens = [n for key, n in self.accept_lens.items() if not after_off or self.after_off(key)]
+        return sum(lens) / len(lens)
+
+
+class Server:
+    """A scheduler without subprocesses.
+
+    Args:
+        speculative: EAGLE-3, or no speculation.
+        script: with speculation: which decode steps are off; the fused fallback is not even
+            installed where None.
+        cold: leave the draft's KV unwritten while off, so that tests can see the difference.
+        poison: fill the draft's KV pool with noise of this size first.
+        options: further `ServerArgs`.
+    """
+
+    def __init__(
+        self,
+        *,
+        speculative: bool = True,
+        script: Callable[[int], bool] | None = None,
+        cold: bool = False,
+        poison: float = 1.0,
+        **options: Any,
+    ) -> None:
+        self.recording = Recording()
+        self.requests: list[Any] = []
+        arguments = {
+            "model_path": str(PAIR / "target"),
+            "device": "cpu",
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.2,
+            "max_total_tokens": 8192,
+            "max_running_requests": 8,
+            "context_length": 1024,
+            "log_level": "warning",
+            "random_seed": 1,
+            **_cpu_backends(),
+            **(SPECULATIVE if speculative else {}),
+            **options,
+        }
+        if script is not None:
+            arguments["speculative_fused_fallback"] = True
+        self.scheduler = _build_scheduler(arguments)
+        worker = self.scheduler.draft_worker
+        if not speculative:
+            return
+        if script is not None:
+            self.fallback = worker._fused_fallback.fallback
+            self.fallback.policy = ScriptedPolicy(script)
+            if cold:
+                _leave_cold(self.fallback)
+        self._record(worker)
+        noise = torch.Generator().manual_seed(7)
+        for buffer in self._draft_buffers():
+            buffer.copy_(torch.randn(buffer.shape, generator=noise) * poison)
+
+    def submit(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Queue one greedy request; returns SGLang's `Req`."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = {"temperature": 0, "ignore_eos": True, **(sampling or {})}
+        params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
+        params.normalize(None)
+        values = {
+            "rid": rid,
+            "input_text": "",
+            "input_ids": array("q", input_ids),
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": None,
+            "sampling_params": params,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "stream": False,
+            **options,
+        }
+        known = inspect.signature(TokenizedGenerateReqInput).parameters
+        self.scheduler.process_input_requests(
+            [TokenizedGenerateReqInput(**{k: v for k, v in values.items() if k in known})]
+        )
+        self.requests.append(self.scheduler.waiting_queue[-1])
+        return self.requests[-1]
+
+    def step(self, count: int = 1) -> None:
+        """Run the scheduler's loop `count` times."""
+        scheduler = self.scheduler
+        for _ in range(count):
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+            if batch:
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            scheduler.last_batch = batch
+
+    def drain(self, limit: int = 1000) -> Recording:
+        """Step until every request is finished; return the recording."""
+        for _ in range(limit):
+            if all(request.finished() for request in self.requests):
+                break
+            self.step()
+        self.step(2)
+        stuck = [r.rid for r in self.requests if not r.finished()]
+        assert not stuck, f"requests {stuck} did not finish in {limit} steps"
+        for request in self.requests:
+            self.recording.tokens[request.rid] = list(request.output_ids_through_stop)
+        self._assert_balanced()
+        return self.recording
+
+    def close(self) -> None:
+        """Take down SGLang's process groups so that another server can be built."""
+        from sglang.srt.distributed.parallel_state import (
+            destroy_distributed_environment,
+            destroy_model_parallel,
+        )
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+    def _assert_balanced(self) -> None:
+        scheduler = self.scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size()
+        cached = scheduler.tree_cache.evictable_size()
+        total = scheduler.max_total_num_tokens
+        assert free + cached == total, f"{total - free - cached} KV slots leaked"
+        pool = scheduler.req_to_token_pool
+        assert len(pool.free_slots) == pool.size, "rows of the request pool leaked"
+
+    def _draft_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+        return pool.get_key_buffer(0), pool.get_value_buffer(0)
+
+    def _record(self, worker: Any) -> None:
+        recording, draft, forward = (
+            self.recording,
+            worker.draft_worker.draft,
+            worker.forward_batch_generation,
+        )
+
+        def recorded_draft(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            keys = [(r.rid, n) for r, n in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)]
+            verify_input = draft(batch, *args, **kwargs)
+            trees = verify_input.draft_token.view(len(keys), -1).tolist()
+            recording.proposals.update(zip(keys, trees, strict=True))
+            return verify_input
+
+        def recorded_forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            keys = [(r.rid, n) for r, n in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)]
+            decodes = batch.forward_mode.is_decode()
+            result = forward(batch, *args, **kwargs)
+            if decodes and result.speculative_num_draft_tokens == 1:
+                recording.off_steps.extend(keys)
+            elif decodes:
+                recording.accept_lens.update(zip(keys, result.accept_lens.tolist(), strict=True))
+            self._record_draft_kv(batch, result.new_seq_lens.tolist())
+            return result
+
+        worker.draft_worker.draft = recorded_draft
+        worker.forward_batch_generation = recorded_forward
+
+    def _record_draft_kv(self, batch: Any, lengths: list[int]) -> None:
+        req_to_token = self.scheduler.req_to_token_pool.req_to_token
+        rows = batch.req_pool_indices_cpu.tolist()
+        for request, row, length in zip(batch.reqs, rows, lengths, strict=True):
+            slots = req_to_token[row, :length].long()
+            kv = [buffer[slots] for buffer in self._draft_buffers()]
+            self.recording.draft_kv[request.rid] = torch.stack(kv)
+
+
+def _leave_cold(fallback: Any) -> None:
+    from fused_fallback.integration.fallback import DraftPool
+
+    pool = fallback.pool
+    fallback.pool = DraftPool(torch.empty_like(pool.k_buffer), torch.empty_like(pool.v_buffer))
+
+
+def _cpu_backends() -> dict[str, str]:
+    # Alone, attention_backend="intel_amx" falls back to torch_native, which EAGLE refuses.
+    if SGLANG == "0.5.17":
+        return {"attention_backend": "intel_amx"}
+    return {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
+
+
+def _build_scheduler(arguments: dict[str, Any]) -> Any:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    import sglang.srt.managers.scheduler as module
+    from sglang.srt.server_args import PortArgs
+
+    from fused_fallback.integration.flags import server_args
+
+    record = server_args(**arguments)
+    if SGLANG == "0.5.17":
+        module.publish(record, role="scheduler")
+        ranks = {"gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0}
+        ranks |= {"attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
+        return module.Scheduler(record, PortArgs.init_new(record), **ranks)
+    record.resolve_once()
+    ranks = module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+    module.publish(record, role="scheduler", ranks=ranks)
+    return module.Scheduler(record, PortArgs.init_new(record))
