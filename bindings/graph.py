@@ -16,7 +16,7 @@ from . import ops
 
 
 class DraftStepGraphRunner:
-    """Captures `fused_draft_step` for given batch sizes and replays it for any batch up to the largest.
+    """Captures `fused_draft_step` for given batch sizes and replays any batch that fits.
 
     The sizes are captured from the largest down in one memory pool, as SGLang does. A batch of n
     rows replays the next size up; rows from n on keep slot -1 and write nothing. `replay` neither

@@ -87,7 +87,7 @@ def capture_aux_hidden_states(
     _check_range("req_pool_indices", req_pool_indices, kept_hidden_states.shape[0])
     if rows is not None:
         _check_index("rows", rows, num_requests, device)
-        _check_range("rows", rows, num_rows)
+        _check_range("rows", rows, num_rows, slots=req_pool_indices)
     torch.ops.fused_fallback.capture_aux_hidden_states(
         aux, req_pool_indices, kept_hidden_states, rows, _resolve(backend, device)
     )
@@ -224,7 +224,9 @@ def fused_draft_step(
         last_stride=True,
     )
     _check_index("req_pool_indices", req_pool_indices, num_rows, k_buffer.device)
-    _check_range("req_pool_indices", req_pool_indices, kept_hidden_states.shape[0])
+    _check_range(
+        "req_pool_indices", req_pool_indices, kept_hidden_states.shape[0], slots=out_cache_loc
+    )
     _check_scales(k_scale, v_scale)
     if num_rows == 0:
         return
@@ -410,12 +412,11 @@ def _check_rows(
         )
     elif layer.embed_tokens is None:
         raise ValueError("input_embeds must be given, because layer.embed_tokens is None")
-    if device.type == "cpu":
-        live = out_cache_loc >= 0
-        _check_range("out_cache_loc", out_cache_loc, k_buffer.shape[0])
-        _check_range("positions (seq_lens)", positions[live], layer.cos_sin_cache.shape[0], low=0)
-        if input_embeds is None and layer.embed_tokens is not None:
-            _check_range("token_ids", token_ids[live], layer.embed_tokens.shape[0], low=0)
+    live = {"low": 0, "slots": out_cache_loc}
+    _check_range("out_cache_loc", out_cache_loc, k_buffer.shape[0])
+    _check_range("positions (seq_lens)", positions, layer.cos_sin_cache.shape[0], **live)
+    if input_embeds is None and layer.embed_tokens is not None:
+        _check_range("token_ids", token_ids, layer.embed_tokens.shape[0], **live)
 
 
 def _check_draft_input(
@@ -441,9 +442,20 @@ def _check_index(
     _check(name, tensor, shape=(num_rows,), dtypes=dtypes, device=device, last_stride=True)
 
 
-def _check_range(name: str, index: torch.Tensor, limit: int, low: int | None = None) -> None:
-    """Values are looked at on the CPU only: on a GPU that would be a synchronisation."""
-    if index.device.type != "cpu" or index.numel() == 0:
+def _check_range(
+    name: str,
+    index: torch.Tensor,
+    limit: int,
+    *,
+    low: int | None = None,
+    slots: torch.Tensor | None = None,
+) -> None:
+    """Values of live rows, on the CPU only: on a GPU looking at them would synchronise."""
+    if index.device.type != "cpu":
+        return
+    if slots is not None:
+        index = index[slots >= 0]
+    if index.numel() == 0:
         return
     smallest, largest = int(index.min()), int(index.max())
     if largest >= limit or (low is not None and smallest < low):

@@ -1,4 +1,4 @@
-"""The weights of one EAGLE-3 draft layer that decide its K and V, under the names SGLang gives them.
+"""The weights of an EAGLE-3 draft layer that decide its K and V, under the names SGLang gives them.
 
 Every version of the ops (plain torch, Triton, CUDA) reads this record, and none imports another.
 """

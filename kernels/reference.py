@@ -69,7 +69,7 @@ def project_hidden_states(layer: DraftLayer, packed: torch.Tensor) -> torch.Tens
 def draft_kv(
     layer: DraftLayer, packed: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (rotated) and V of every row: [rows, num_kv_heads, head_dim] each, in the weights' dtype."""
+    """K (rotated) and V, [rows, num_kv_heads, head_dim] each, in the weights' dtype."""
     hidden = rms_norm(project_hidden_states(layer, packed), layer.hidden_norm, layer.rms_norm_eps)
     embeds = rms_norm(embeds, layer.input_layernorm, layer.rms_norm_eps)
     kv = F.linear(torch.cat((embeds, hidden), dim=-1), layer.kv_proj, layer.kv_bias)
@@ -98,7 +98,7 @@ def capture_aux_hidden_states(
     kept_hidden_states: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Stage 1: copy row `rows[i]` (row i without `rows`) to `kept_hidden_states[req_pool_indices[i]]`.
+    """Stage 1: copy row `rows[i]` (or i) to `kept_hidden_states[req_pool_indices[i]]`.
 
     A negative index is padding.
     """
@@ -140,8 +140,9 @@ def write_draft_kv(
     packed, slots = pack(aux_hidden_states)[live], out_cache_loc[live].long()
     if input_embeds is not None:
         embeds = input_embeds[live]
+    elif layer.embed_tokens is None:
+        raise ValueError("input_embeds must be given, because layer.embed_tokens is None")
     else:
-        assert layer.embed_tokens is not None, "bindings.ops demands one source of embeddings"
         embeds = F.embedding(token_ids[live], layer.embed_tokens)
     k, v = draft_kv(layer, packed, embeds, positions[live].long())
     store_kv(k, slots, k_buffer, k_scale)
