@@ -89,7 +89,7 @@ def capture_aux_hidden_states(
         _check_index("rows", rows, num_requests, device)
         _check_range("rows", rows, num_rows, slots=req_pool_indices)
     torch.ops.fused_fallback.capture_aux_hidden_states(
-        aux, req_pool_indices, kept_hidden_states, rows, _resolve(backend, device)
+        aux, req_pool_indices, kept_hidden_states, rows, _resolve_stage(backend, device)
     )
 
 
@@ -121,7 +121,7 @@ def build_draft_input(
         seq_lens,
         bonus_tokens,
         new_seq_lens,
-        _resolve(backend, next_token_ids.device),
+        _resolve_stage(backend, next_token_ids.device),
     )
 
 
@@ -158,12 +158,12 @@ def write_draft_kv(
         ValueError: a shape, dtype, device, stride or CPU index range is wrong, the backend is
             unknown, or `can_fuse` names why it does not support this case.
     """
-    backend = _resolve(backend, k_buffer.device)
-    _require_fusible(layer, k_buffer, v_buffer, backend)
     aux = _as_parts(aux_hidden_states)
     num_rows = aux[0].shape[0]
+    backend = _fusible_backend(layer, k_buffer, v_buffer, backend)
     _check_rows(layer, aux, token_ids, positions, out_cache_loc, k_buffer, input_embeds)
     _check_scales(k_scale, v_scale)
+    backend = _backend_for_rows(layer, k_buffer, v_buffer, aux, input_embeds, backend)
     if num_rows == 0:
         return
     torch.ops.fused_fallback.write_draft_kv(
@@ -208,10 +208,9 @@ def fused_draft_step(
     Raises:
         ValueError: as the three stages do.
     """
-    backend = _resolve(backend, k_buffer.device)
-    _require_fusible(layer, k_buffer, v_buffer, backend)
     aux = _as_parts(aux_hidden_states)
     num_rows = aux[0].shape[0]
+    backend = _fusible_backend(layer, k_buffer, v_buffer, backend)
     _check_rows(layer, aux, next_token_ids, seq_lens, out_cache_loc, k_buffer, input_embeds)
     _check_draft_input(next_token_ids, seq_lens, bonus_tokens, new_seq_lens)
     width = layer.num_aux_hidden_states * layer.target_hidden_size
@@ -228,6 +227,7 @@ def fused_draft_step(
         "req_pool_indices", req_pool_indices, kept_hidden_states.shape[0], slots=out_cache_loc
     )
     _check_scales(k_scale, v_scale)
+    backend = _backend_for_rows(layer, k_buffer, v_buffer, aux, input_embeds, backend)
     if num_rows == 0:
         return
     torch.ops.fused_fallback.fused_draft_step(
@@ -263,7 +263,10 @@ def can_fuse(
         ValueError: the backend is unknown.
     """
     backend = _resolve(backend, k_buffer.device)
-    return _layer_reason(layer, backend) or _pool_reason(layer, k_buffer, v_buffer, backend)
+    reason = _layer_reason(layer, backend) or _pool_reason(layer, k_buffer, v_buffer, backend)
+    if reason is None and backend == "cuda":
+        return _kernels("cuda").unsupported(layer=layer, k_buffer=k_buffer, v_buffer=v_buffer)
+    return reason
 
 
 def _layer_reason(layer: DraftLayer, backend: str) -> str | None:
@@ -337,12 +340,33 @@ def _pool_reason(
     return None
 
 
-def _require_fusible(
+def _fusible_backend(
     layer: DraftLayer, k_buffer: torch.Tensor, v_buffer: torch.Tensor, backend: str
-) -> None:
+) -> str:
+    """`backend` itself, or "torch" for "auto" on the CPU; raises where `can_fuse` has a reason."""
     reason = can_fuse(layer=layer, k_buffer=k_buffer, v_buffer=v_buffer, backend=backend)
     if reason:
         raise ValueError(f"backend {backend!r} does not support this draft: {reason}")
+    return "torch" if backend == "auto" and k_buffer.device.type == "cpu" else backend
+
+
+def _backend_for_rows(
+    layer: DraftLayer,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    aux: list[torch.Tensor],
+    input_embeds: torch.Tensor | None,
+    backend: str,
+) -> str:
+    """On a GPU, "auto" is the one-launch kernel where it can run, else Triton and cuBLAS."""
+    if backend not in ("auto", "cuda"):
+        return backend
+    reason = _kernels("cuda").unsupported(
+        layer=layer, k_buffer=k_buffer, v_buffer=v_buffer, aux=aux, input_embeds=input_embeds
+    )
+    if reason and backend == "cuda":
+        raise ValueError(f"backend 'cuda' does not support this call: {reason}")
+    return "triton" if reason else "cuda"
 
 
 def _resolve(backend: str, device: torch.device) -> str:
@@ -353,6 +377,13 @@ def _resolve(backend: str, device: torch.device) -> str:
     if backend == "cuda" and device.type != "cuda":
         raise ValueError(f"backend 'cuda' needs tensors on a GPU, got {device}; use 'torch'")
     return backend
+
+
+def _resolve_stage(backend: str, device: torch.device) -> str:
+    """For the two stages that the CUDA kernel does not offer alone."""
+    if backend == "cuda":
+        raise ValueError("backend 'cuda' has no kernel for this stage alone; use 'triton'")
+    return _resolve(backend, device)
 
 
 def _as_parts(aux_hidden_states: AuxHiddenStates) -> list[torch.Tensor]:

@@ -1,0 +1,791 @@
+// The whole draft step in one persistent launch on Hopper.
+//
+// Blocks: one a multiprocessor, all resident (a cooperative launch). Warps 0-7 are two warpgroups
+// of wgmma consumers, warp 8 feeds the ring of shared-memory tiles, warps 9-11 take batch rows:
+// stages capture_aux_hidden_states and build_draft_input, and the embedding with its norm.
+//
+// Stage write_draft_kv is two matmuls that both read their weights once:
+//   1. fc: 256 weight rows x BATCH_TILE batch rows a unit, split over K. The blocks of one tile
+//      leave float32 partial sums, wait for each other, and each reduces a share in a fixed order
+//      to `hidden` = fc output * hidden_norm weight, and the row's sum of squares.
+//   2. K and V: 128 weight rows x BATCH_TILE a unit, split over K; each split takes a share of the
+//      embedding half first, then of the hidden half. The ring fills with these weights while fc is
+//      being reduced. The RMS of `hidden` scales the float32 sums of its half, so nobody waits for
+//      a row's norm before multiplying. The blocks of a tile reduce again, rotate, convert, store.
+//
+// A padding row (negative slot) gets a zero embedding row and stores nothing; its columns of the
+// products meet no other row. Rows past the batch are zero-filled by the copy engine.
+//
+// Compile-time: BATCH_TILE (8 to 128), CLUSTER (1, 2), SHARE_BATCH (pairs share batch tiles, else
+// weight tiles), NUM_TILES of the ring, WEIGHTS_ARE_HALF.
+
+constexpr int CONSUMERS = 256;
+constexpr int THREADS = 384;
+constexpr int ROW_WARPS = 3;
+constexpr int TILE_BYTES = 16384;  // 128 rows x 64 elements
+constexpr int TILE_K = 64;
+constexpr int FC_ROWS = 256;
+constexpr int KV_ROWS = 128;
+constexpr int GROUPS = BATCH_TILE / 8;
+constexpr int PITCH = KV_ROWS + 4;
+constexpr bool SHARE_WEIGHTS = CLUSTER == 2 && !SHARE_BATCH;
+constexpr bool SHARE_X = CLUSTER == 2 && SHARE_BATCH;
+constexpr int BATCH_BOX = SHARE_X ? BATCH_TILE / 2 : BATCH_TILE;
+
+enum { POOL_BF16, POOL_FP16, POOL_E4M3, POOL_E5M2 };
+
+struct Params {
+  TensorMap fc_map;         // [H, aux width], box 64 rows
+  TensorMap kv_map;         // [2 * heads * head_dim, 2 * H], box 64 rows
+  TensorMap aux_maps[4];    // [rows, part width], box BATCH_BOX rows
+  TensorMap embed_map;      // [rows, H] normed embeddings
+  TensorMap hidden_map;     // [rows, H] fc output * hidden_norm
+  const u16* aux[4];        // [rows, part width]
+  i64 aux_stride[4];        // elements
+  const void* slots;        // [rows]
+  const void* tokens;       // [rows]
+  const void* seq_lens;     // [rows]
+  const void* requests;     // [rows]
+  u16* kept;                // [max_requests, aux width] (output) or null
+  i64 kept_stride;
+  i32* bonus_tokens;        // [rows] (output) or null
+  void* new_seq_lens;       // [rows] (output)
+  const u16* embeds;        // [vocab, H], or [rows, H] if !gather_embeds
+  i64 embeds_stride;
+  const u16* input_layernorm;  // [H]
+  const u16* fc_bias;       // [H] or null
+  const u16* hidden_norm;   // [H]
+  const u16* kv_bias;       // [2 * heads * head_dim] or null
+  const float* cos_sin;     // [max_position, rotary_dim]
+  u8* k_buffer;             // [slots, heads, head_dim] (output)
+  u8* v_buffer;             // [slots, heads, head_dim] (output)
+  i64 k_stride;             // elements
+  i64 v_stride;
+  i64 num_slots;
+  i64 max_requests;
+  i64 num_embeds;
+  u16* embed_rows;          // [rows, H] workspace behind embed_map
+  u16* hidden_rows;         // [rows, H] workspace behind hidden_map
+  float* square_sums;       // [2 * fc_tiles, batch_tiles * BATCH_TILE] workspace
+  float* partials;          // workspace
+  i32* counters;            // workspace, zero before and after: see Counters
+  i32 rows, hidden_size;
+  i32 num_parts, part_width;          // of aux
+  i32 num_map_parts, map_part_width;  // of aux_maps: one packed workspace where a norm precedes fc
+  i32 heads, head_dim, rotary_dim, is_neox;
+  i32 fc_tiles, fc_splits, kv_tiles, kv_splits, batch_tiles;
+  i32 tokens_wide, seq_lens_wide, requests_wide, slots_wide;  // int64 if set, else int32
+  i32 gather_embeds, pool;
+  i32 has_k_scale, has_v_scale;
+  float k_scale, v_scale, eps;
+};
+
+// Counters in global memory; the last block out zeroes them for the next launch.
+enum { EMBEDS_READY, HIDDEN_READY, BLOCKS_OUT, FIRST_TILE_COUNTER };
+
+struct alignas(1024) Shared {
+  u8 ring[NUM_TILES][TILE_BYTES];
+  u64 full[NUM_TILES];
+  u64 empty[NUM_TILES];
+  float inverse_rms[BATCH_TILE];
+  float warp_sums[8][8];
+  union {
+    u16 hidden[8][2][72];      // [batch row][warpgroup][64 weight rows, padded]
+    float kv[8][PITCH];        // [batch row][128 weight rows, padded]
+  } staging;
+};
+
+// A place in the ring, walked alike by the producer and by the consumers.
+struct Cursor {
+  u32 tile = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++tile == NUM_TILES) {
+      tile = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Unit {
+  i32 weight_tile, batch_tile, split;
+};
+
+// Neighbouring blocks form a pair: two weight tiles of one batch tile, or the reverse.
+__device__ __forceinline__ Unit unit_at(i32 index, i32 weight_tiles, i32 splits) {
+  constexpr int PAIRED_WEIGHTS = SHARE_X ? 2 : 1;
+  constexpr int PAIRED_BATCH = SHARE_WEIGHTS ? 2 : 1;
+  const i32 inner = index % CLUSTER;
+  index /= CLUSTER;
+  const i32 groups = weight_tiles / PAIRED_WEIGHTS;
+  Unit unit;
+  unit.weight_tile = (index % groups) * PAIRED_WEIGHTS + (SHARE_X ? inner : 0);
+  index /= groups;
+  unit.split = index % splits;
+  unit.batch_tile = (index / splits) * PAIRED_BATCH + (SHARE_WEIGHTS ? inner : 0);
+  return unit;
+}
+
+__device__ __forceinline__ i32 share(i32 total, i32 part, i32 parts) {
+  return static_cast<i32>(static_cast<i64>(total) * part / parts);
+}
+
+// Steps of 64 along K. A step does not cross from one aux tensor into the next.
+__device__ __forceinline__ i32 fc_blocks(const Params& p) {
+  return p.num_map_parts * ((p.map_part_width + TILE_K - 1) / TILE_K);
+}
+
+// Rows of kv_proj behind a tile of 128: whole heads, or, where a head is wider than a tile, the
+// two runs of 64 rows that RoPE pairs with each other.
+struct KvTile {
+  i32 first, second;  // kv_proj rows of tile rows 0 and 64
+  i32 used;           // tile rows that count
+};
+
+__device__ __forceinline__ bool splits_heads(const Params& p) {
+  return p.head_dim > KV_ROWS && p.is_neox && p.rotary_dim > KV_ROWS;
+}
+
+__device__ __forceinline__ KvTile kv_tile_at(const Params& p, i32 index) {
+  if (splits_heads(p)) {  // head_dim and rotary_dim are 256
+    const i32 first = index / 2 * 256 + index % 2 * 64;
+    return {first, first + 128, KV_ROWS};
+  }
+  const i32 used = p.head_dim >= KV_ROWS ? KV_ROWS : KV_ROWS / p.head_dim * p.head_dim;
+  return {index * used, index * used + 64, used};
+}
+
+__device__ __forceinline__ i64 load_index(const void* p, i32 row, i32 wide) {
+  return wide ? static_cast<const i64*>(p)[row] : static_cast<const i32*>(p)[row];
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+// Batch rows -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy_row(u16* to, const u16* from, i32 count, i32 lane) {
+#pragma unroll 8
+  for (i32 i = lane * 8; i < count; i += 256) {
+    *reinterpret_cast<uint4*>(to + i) = __ldg(reinterpret_cast<const uint4*>(from + i));
+  }
+}
+
+__device__ __forceinline__ void norm_embedding(const Params& p, const u16* from, u16* to,
+                                               i32 lane) {
+  float sum = 0.f;
+#pragma unroll 4
+  for (i32 i = lane * 8; i < p.hidden_size; i += 256) {
+    uint4 packed = __ldg(reinterpret_cast<const uint4*>(from + i));
+    const u16* x = reinterpret_cast<const u16*>(&packed);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += to_float(x[j]) * to_float(x[j]);
+  }
+  const float scale = rsqrtf(warp_sum(sum) / p.hidden_size + p.eps);
+#pragma unroll 4
+  for (i32 i = lane * 8; i < p.hidden_size; i += 256) {
+    uint4 packed = __ldg(reinterpret_cast<const uint4*>(from + i));
+    const uint4 weights = __ldg(reinterpret_cast<const uint4*>(p.input_layernorm + i));
+    u16* x = reinterpret_cast<u16*>(&packed);
+    const u16* w = reinterpret_cast<const u16*>(&weights);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = to_weight_dtype(to_float(x[j]) * scale * to_float(w[j]));
+    *reinterpret_cast<uint4*>(to + i) = packed;
+  }
+}
+
+__device__ __forceinline__ void prepare_row(const Params& p, i32 row, i32 lane) {
+  u16* embed_row = p.embed_rows + static_cast<i64>(row) * p.hidden_size;
+  const bool live = load_index(p.slots, row, p.slots_wide) >= 0;
+  const i64 source = !live ? -1 : p.gather_embeds ? load_index(p.tokens, row, p.tokens_wide) : row;
+  if (source >= 0 && source < p.num_embeds) {
+    norm_embedding(p, p.embeds + source * p.embeds_stride, embed_row, lane);
+  } else {
+    for (i32 i = lane * 8; i < p.hidden_size; i += 256) {
+      *reinterpret_cast<uint4*>(embed_row + i) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  proxy_fence();
+  __threadfence();
+  __syncwarp();
+  if (lane == 0) count_up(p.counters + EMBEDS_READY);
+  if (!live || p.kept == nullptr) return;
+
+  // Stage build_draft_input.
+  if (lane == 0) {
+    p.bonus_tokens[row] = static_cast<i32>(load_index(p.tokens, row, p.tokens_wide));
+    const i64 seq_len = load_index(p.seq_lens, row, p.seq_lens_wide) + 1;
+    if (p.seq_lens_wide) {
+      static_cast<i64*>(p.new_seq_lens)[row] = seq_len;
+    } else {
+      static_cast<i32*>(p.new_seq_lens)[row] = static_cast<i32>(seq_len);
+    }
+  }
+  // Stage capture_aux_hidden_states.
+  const i64 request = load_index(p.requests, row, p.requests_wide);
+  if (request < 0 || request >= p.max_requests) return;
+  for (i32 part = 0; part < p.num_parts; ++part) {
+    copy_row(p.kept + request * p.kept_stride + static_cast<i64>(part) * p.part_width,
+             p.aux[part] + row * p.aux_stride[part], p.part_width, lane);
+  }
+}
+
+// Producer -------------------------------------------------------------------------------------
+
+struct Producer {
+  Shared& shared;
+  Cursor cursor;
+  u32 rank;
+
+  __device__ __forceinline__ u32 full(u32 tile) { return shared_address(&shared.full[tile]); }
+
+  __device__ __forceinline__ void acquire(const Cursor& at) {
+    barrier_wait(shared_address(&shared.empty[at.tile]), at.parity ^ 1);
+  }
+
+  __device__ __forceinline__ void load_weights(const Cursor& at, const TensorMap* map, i32 column,
+                                               i32 first, i32 second) {
+    const u32 to = shared_address(shared.ring[at.tile]);
+    barrier_expect(full(at.tile), TILE_BYTES);
+    if (SHARE_WEIGHTS) {
+      copy_tile_multicast(to + rank * (TILE_BYTES / 2), map, full(at.tile), column,
+                          rank ? second : first, EVICT_FIRST, 3);
+    } else {
+      copy_tile(to, map, full(at.tile), column, first, EVICT_FIRST);
+      copy_tile(to + TILE_BYTES / 2, map, full(at.tile), column, second, EVICT_FIRST);
+    }
+  }
+
+  __device__ __forceinline__ void load_batch(const Cursor& at, const TensorMap* map, i32 column,
+                                             i32 row) {
+    const u32 to = shared_address(shared.ring[at.tile]);
+    barrier_expect(full(at.tile), BATCH_TILE * TILE_K * 2);
+    if (SHARE_X) {
+      copy_tile_multicast(to + rank * BATCH_BOX * TILE_K * 2, map, full(at.tile), column,
+                          row + rank * BATCH_BOX, EVICT_LAST, 3);
+    } else {
+      copy_tile(to, map, full(at.tile), column, row, EVICT_LAST);
+    }
+  }
+
+  __device__ void feed_fc(const Params& p, const Unit& unit) {
+    const i32 blocks_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
+    const i32 blocks = fc_blocks(p);
+    const i32 end = share(blocks, unit.split + 1, p.fc_splits);
+    const i32 row = unit.weight_tile * FC_ROWS;
+    for (i32 k = share(blocks, unit.split, p.fc_splits); k < end; ++k) {
+      const i32 part = k / blocks_per_part, column = k % blocks_per_part * TILE_K;
+      acquire(cursor);
+      load_batch(cursor, &p.aux_maps[part], column, unit.batch_tile * BATCH_TILE);
+      cursor.advance();
+#pragma unroll
+      for (i32 half = 0; half < 2; ++half) {
+        const i32 first = row + half * 128;
+        acquire(cursor);
+        load_weights(cursor, &p.fc_map, part * p.map_part_width + column, first, first + 64);
+        cursor.advance();
+      }
+    }
+  }
+
+  __device__ void feed_kv(const Params& p, const Unit& unit, i32 fc_units) {
+    const i32 blocks = (p.hidden_size + TILE_K - 1) / TILE_K;
+    const i32 begin = share(blocks, unit.split, p.kv_splits);
+    const i32 end = share(blocks, unit.split + 1, p.kv_splits);
+    const i32 batch_row = unit.batch_tile * BATCH_TILE;
+    const KvTile rows = kv_tile_at(p, unit.weight_tile);
+
+    wait_for_count(p.counters + EMBEDS_READY, p.rows);
+    proxy_fence();
+    for (i32 k = begin; k < end; ++k) {
+      acquire(cursor);
+      load_batch(cursor, &p.embed_map, k * TILE_K, batch_row);
+      cursor.advance();
+      acquire(cursor);
+      load_weights(cursor, &p.kv_map, k * TILE_K, rows.first, rows.second);
+      cursor.advance();
+    }
+    // The hidden half: weights as far as the ring holds them, the rest into L2, before fc is done.
+    const i32 early = min(begin + NUM_TILES / 2, end);
+    Cursor batch = cursor;
+    for (i32 k = begin; k < early; ++k) {
+      acquire(cursor);
+      cursor.advance();
+      acquire(cursor);
+      load_weights(cursor, &p.kv_map, p.hidden_size + k * TILE_K, rows.first, rows.second);
+      cursor.advance();
+    }
+    for (i32 k = early; k < end; ++k) {
+      prefetch_tile(&p.kv_map, p.hidden_size + k * TILE_K, rows.first);
+      prefetch_tile(&p.kv_map, p.hidden_size + k * TILE_K, rows.second);
+    }
+    wait_for_count(p.counters + HIDDEN_READY, fc_units);
+    proxy_fence();
+    for (i32 k = begin; k < early; ++k) {
+      load_batch(batch, &p.hidden_map, k * TILE_K, batch_row);
+      batch.advance();
+      batch.advance();
+    }
+    for (i32 k = early; k < end; ++k) {
+      acquire(cursor);
+      load_batch(cursor, &p.hidden_map, k * TILE_K, batch_row);
+      cursor.advance();
+      acquire(cursor);
+      load_weights(cursor, &p.kv_map, p.hidden_size + k * TILE_K, rows.first, rows.second);
+      cursor.advance();
+    }
+  }
+};
+
+// Consumers ------------------------------------------------------------------------------------
+
+struct Consumer {
+  Shared& shared;
+  Cursor cursor;
+  i32 thread, lane, warp, group;  // group: the warpgroup, 0 or 1
+  float sums[2][BATCH_TILE / 2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < BATCH_TILE / 2; ++i) sums[0][i] = sums[1][i] = 0.f;
+  }
+
+  __device__ __forceinline__ u32 wait_full(const Cursor& at) {
+    barrier_wait(shared_address(&shared.full[at.tile]), at.parity);
+    return shared_address(shared.ring[at.tile]);
+  }
+
+  __device__ __forceinline__ void release(u32 tile) {
+    if (lane == 0) {
+      const u32 barrier = shared_address(&shared.empty[tile]);
+      if (CLUSTER == 1) {
+        barrier_arrive(barrier);
+      } else {
+        barrier_arrive_remote(barrier, 0);
+        barrier_arrive_remote(barrier, 1);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void release(Cursor at, int tiles) {
+    for (int i = 0; i < tiles; ++i) {
+      release(at.tile);
+      at.advance();
+    }
+  }
+
+  // Ring order of fc: batch tile, weight rows 0-127, weight rows 128-255.
+  __device__ __forceinline__ void multiply_fc(i32 blocks) {
+    Cursor previous;
+    for (i32 k = 0; k < blocks; ++k) {
+      const Cursor start = cursor;
+      const u32 x = wait_full(cursor);
+      cursor.advance();
+      Cursor mine = cursor;
+      if (group == 1) mine.advance();
+      const u32 w = wait_full(mine);
+      cursor.advance();
+      cursor.advance();
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < TILE_K / 16; ++step) {
+        const u64 b = matrix_descriptor(x + step * 32);
+        wgmma<BATCH_TILE>(sums[0], matrix_descriptor(w + step * 32), b);
+        wgmma<BATCH_TILE>(sums[1], matrix_descriptor(w + TILE_BYTES / 2 + step * 32), b);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (k > 0) release_fc(previous);
+      previous = start;
+    }
+    wgmma_wait<0>();
+    if (blocks > 0) release_fc(previous);
+  }
+
+  // The other warpgroup's weights must have landed before this one counts as done with them.
+  __device__ __forceinline__ void release_fc(Cursor at) {
+    release(at.tile);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      at.advance();
+      if (half != group) wait_full(at);
+      release(at.tile);
+    }
+  }
+
+  // Ring order of K and V: batch tile, weight rows; each warpgroup takes 64 of the 128.
+  template <int HALF>
+  __device__ __forceinline__ void multiply_kv(i32 blocks) {
+    Cursor previous;
+    for (i32 k = 0; k < blocks; ++k) {
+      const Cursor start = cursor;
+      const u32 x = wait_full(cursor);
+      cursor.advance();
+      const u32 w = wait_full(cursor) + group * (TILE_BYTES / 2);
+      cursor.advance();
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < TILE_K / 16; ++step) {
+        wgmma<BATCH_TILE>(sums[HALF], matrix_descriptor(w + step * 32),
+                          matrix_descriptor(x + step * 32));
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (k > 0) release(previous, 2);
+      previous = start;
+    }
+    wgmma_wait<0>();
+    if (blocks > 0) release(previous, 2);
+  }
+
+  // All consumers' writes before the call are visible to whoever waits for the counter.
+  __device__ __forceinline__ void publish(i32* counter) {
+    __threadfence();
+    named_barrier(1, CONSUMERS);
+    if (thread == 0) count_up(counter);
+  }
+
+  __device__ __forceinline__ void wait_all(const i32* counter, i32 count) {
+    if (thread == 0) wait_for_count(counter, count);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // Partial sums keep the accumulators' own order: item, then thread, then four registers.
+  __device__ __forceinline__ float4* partial(const Params& p, i32 tile, i32 splits, i32 split,
+                                             i32 items, i32 item) {
+    const i64 index = (static_cast<i64>(tile) * splits + split) * items + item;
+    return reinterpret_cast<float4*>(p.partials) + index * CONSUMERS + thread;
+  }
+
+  __device__ __forceinline__ float4 reduce(const Params& p, i32 tile, i32 splits, i32 items,
+                                           i32 item) {
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (i32 split = 0; split < splits; ++split) {
+      const float4 x = __ldcg(partial(p, tile, splits, split, items, item));
+      total.x += x.x;
+      total.y += x.y;
+      total.z += x.z;
+      total.w += x.w;
+    }
+    return total;
+  }
+
+  __device__ void run_fc(const Params& p, const Unit& unit) {
+    clear();
+    multiply_fc(share(fc_blocks(p), unit.split + 1, p.fc_splits) -
+                share(fc_blocks(p), unit.split, p.fc_splits));
+    const i32 tile = unit.batch_tile * p.fc_tiles + unit.weight_tile;
+#pragma unroll
+    for (int item = 0; item < 2 * GROUPS; ++item) {
+      const float* s = &sums[item & 1][item / 2 * 4];
+      *partial(p, tile, p.fc_splits, unit.split, 2 * GROUPS, item) =
+          make_float4(s[0], s[1], s[2], s[3]);
+    }
+    publish(p.counters + FIRST_TILE_COUNTER + tile);
+  }
+
+  // An item is 8 batch rows x 64 weight rows of each warpgroup.
+  __device__ void reduce_fc(const Params& p, const Unit& unit) {
+    const i32 tile = unit.batch_tile * p.fc_tiles + unit.weight_tile;
+    wait_all(p.counters + FIRST_TILE_COUNTER + tile, p.fc_splits);
+    for (i32 item = unit.split; item < 2 * GROUPS; item += p.fc_splits) {
+      const i32 half = item & 1, group_row = unit.batch_tile * BATCH_TILE + item / 2 * 8;
+      const i32 in_segment = warp % 4 * 16 + lane / 4;
+      const i32 n = unit.weight_tile * FC_ROWS + group * 128 + half * 64 + in_segment;
+      const float4 s = reduce(p, tile, p.fc_splits, 2 * GROUPS, item);
+      float values[2][2] = {{s.x, s.y}, {s.z, s.w}};  // [weight row n or n + 8][batch row]
+      const i32 column = lane % 4 * 2;
+      float squares[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool valid = n + i * 8 < p.hidden_size;
+        const float bias = valid && p.fc_bias ? to_float(__ldg(p.fc_bias + n + i * 8)) : 0.f;
+        const float weight = valid ? to_float(__ldg(p.hidden_norm + n + i * 8)) : 0.f;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float h = values[i][j] + bias;
+          squares[j] += valid ? h * h : 0.f;
+          shared.staging.hidden[column + j][group][in_segment + i * 8] =
+              to_weight_dtype(h * weight);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) {
+          squares[j] += __shfl_xor_sync(~0u, squares[j], offset);
+        }
+        if (lane < 4) shared.warp_sums[warp][column + j] = squares[j];
+      }
+      named_barrier(1, CONSUMERS);
+      if (thread < 128) {
+        const i32 row = thread / 16, segment = thread / 8 % 2, at = thread % 8 * 8;
+        const i32 to = unit.weight_tile * FC_ROWS + segment * 128 + half * 64 + at;
+        if (group_row + row < p.rows && to < p.hidden_size) {
+          *reinterpret_cast<uint4*>(p.hidden_rows +
+                                    static_cast<i64>(group_row + row) * p.hidden_size + to) =
+              *reinterpret_cast<const uint4*>(&shared.staging.hidden[row][segment][at]);
+        }
+      } else if (thread < 136) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += shared.warp_sums[i][thread - 128];
+        const i64 slot = unit.weight_tile * 2 + half;
+        p.square_sums[slot * p.batch_tiles * BATCH_TILE + group_row + thread - 128] = sum;
+      }
+      named_barrier(1, CONSUMERS);
+    }
+    proxy_fence();
+    publish(p.counters + HIDDEN_READY);
+  }
+
+  __device__ void run_kv(const Params& p, const Unit& unit, i32 fc_units, i32* tile_counters) {
+    const i32 blocks = (p.hidden_size + TILE_K - 1) / TILE_K;
+    const i32 mine =
+        share(blocks, unit.split + 1, p.kv_splits) - share(blocks, unit.split, p.kv_splits);
+    clear();
+    multiply_kv<0>(mine);
+    wait_all(p.counters + HIDDEN_READY, fc_units);
+    if (thread < BATCH_TILE) {
+      const i32 pitch = p.batch_tiles * BATCH_TILE;
+      const float* from = p.square_sums + unit.batch_tile * BATCH_TILE + thread;
+      float sum = 0.f;
+#pragma unroll 8
+      for (i32 slot = 0; slot < 2 * p.fc_tiles; ++slot) sum += __ldcg(from + slot * pitch);
+      shared.inverse_rms[thread] = rsqrtf(sum / p.hidden_size + p.eps);
+    }
+    multiply_kv<1>(mine);
+    named_barrier(1, CONSUMERS);
+    const i32 tile = unit.batch_tile * p.kv_tiles + unit.weight_tile;
+#pragma unroll
+    for (int item = 0; item < GROUPS; ++item) {
+      const float* e = &sums[0][item * 4];
+      const float* h = &sums[1][item * 4];
+      const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
+      const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
+      *partial(p, tile, p.kv_splits, unit.split, GROUPS, item) =
+          make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2], e[3] + odd * h[3]);
+    }
+    publish(tile_counters + tile);
+  }
+
+  __device__ void reduce_kv(const Params& p, const Unit& unit, const i32* tile_counters) {
+    const i32 tile = unit.batch_tile * p.kv_tiles + unit.weight_tile;
+    const KvTile rows = kv_tile_at(p, unit.weight_tile);
+    wait_all(tile_counters + tile, p.kv_splits);
+    for (i32 item = unit.split; item < GROUPS; item += p.kv_splits) {
+      const float4 s = reduce(p, tile, p.kv_splits, GROUPS, item);
+      const float values[2][2] = {{s.x, s.y}, {s.z, s.w}};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const i32 in_tile = warp * 16 + lane / 4 + i * 8;
+        const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
+        const bool valid = in_tile < rows.used && n < 2 * p.heads * p.head_dim;
+        const float bias = valid && p.kv_bias ? to_float(__ldg(p.kv_bias + n)) : 0.f;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          shared.staging.kv[lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
+        }
+      }
+      named_barrier(1, CONSUMERS);
+      store_kv(p, rows, unit.batch_tile * BATCH_TILE + item * 8 + thread / 32,
+               shared.staging.kv[thread / 32], lane * 4);
+      named_barrier(1, CONSUMERS);
+    }
+  }
+
+  // Four neighbouring elements of one head: rotate, scale, convert, store.
+  __device__ __forceinline__ void store_kv(const Params& p, const KvTile& rows, i32 row,
+                                           const float* tile, i32 in_tile) {
+    const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
+    if (row >= p.rows || in_tile >= rows.used || n >= 2 * p.heads * p.head_dim) return;
+    const i64 slot = load_index(p.slots, row, p.slots_wide);
+    if (slot < 0 || slot >= p.num_slots) return;
+    const bool is_v = n >= p.heads * p.head_dim;
+    const i32 in_side = is_v ? n - p.heads * p.head_dim : n;
+    const i32 d = in_side % p.head_dim, half = p.rotary_dim / 2;
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = tile[in_tile + i];
+    if (!is_v && d < p.rotary_dim) {
+      const float* cos_sin =
+          p.cos_sin + load_index(p.seq_lens, row, p.seq_lens_wide) * p.rotary_dim;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const i32 at = d + i;
+        if (at >= p.rotary_dim) break;
+        const bool first = p.is_neox ? at < half : at % 2 == 0;
+        const i32 distance = !p.is_neox ? 1 : splits_heads(p) ? 64 : half;
+        const i32 frequency = !p.is_neox ? at / 2 : first ? at : at - half;
+        const float partner = tile[in_tile + i + (first ? distance : -distance)];
+        const float cos = __ldg(cos_sin + frequency), sin = __ldg(cos_sin + half + frequency);
+        values[i] = rounded(tile[in_tile + i] * cos + (first ? -partner : partner) * sin);
+      }
+    }
+    if (is_v ? p.has_v_scale : p.has_k_scale) {
+      const float scale = is_v ? p.v_scale : p.k_scale;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = rounded(__fdiv_rn(values[i], scale));
+    }
+    u8* buffer = is_v ? p.v_buffer : p.k_buffer;
+    const i64 element = slot * (is_v ? p.v_stride : p.k_stride) + in_side;
+    if (p.pool == POOL_BF16 || p.pool == POOL_FP16) {
+      ushort4 out;
+      u16* to = reinterpret_cast<u16*>(&out);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[i] = p.pool == POOL_BF16 ? to_bfloat16(values[i]) : to_half(values[i]);
+      }
+      *reinterpret_cast<ushort4*>(buffer + element * 2) = out;
+    } else {
+      uchar4 out;
+      u8* to = reinterpret_cast<u8*>(&out);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[i] = p.pool == POOL_E4M3 ? to_float8<3, 7, 0x43F00000u>(values[i])
+                                    : to_float8<2, 15, 0x47800000u>(values[i]);
+      }
+      *reinterpret_cast<uchar4*>(buffer + element) = out;
+    }
+  }
+};
+
+// Norms before fc, in a launch of their own: one block a row.
+
+struct NormParams {
+  const u16* aux[4];       // [rows, part width]
+  i64 aux_stride[4];       // elements
+  const u16* input_norm;   // [aux width] or null
+  const u16* fc_norm[4];   // [target hidden size] or null
+  u16* packed;             // [rows, aux width] (output)
+  const void* slots;       // [rows]
+  i32 part_width, num_aux, target_width, slots_wide;
+  float eps;
+};
+
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0.f;
+  for (u32 i = 0; i < blockDim.x / 32; ++i) x += scratch[i];
+  return x;
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    normalize_aux_kernel(const __grid_constant__ NormParams p) {
+  __shared__ float scratch[16];
+  const i32 row = blockIdx.x, width = p.num_aux * p.target_width;
+  u16* out = p.packed + static_cast<i64>(row) * width;
+  const bool live = load_index(p.slots, row, p.slots_wide) >= 0;
+  const auto load = [&](i32 i) {
+    const i32 part = i / p.part_width;
+    return to_float(__ldg(p.aux[part] + row * p.aux_stride[part] + i - part * p.part_width));
+  };
+  float scale = 1.f;
+  if (p.input_norm != nullptr && live) {
+    float sum = 0.f;
+    for (i32 i = threadIdx.x; i < width; i += blockDim.x) sum += load(i) * load(i);
+    scale = rsqrtf(block_sum(sum, scratch) / width + p.eps);
+  }
+  const auto value = [&](i32 i) {
+    if (!live) return 0.f;
+    return p.input_norm ? rounded(load(i) * scale * to_float(__ldg(p.input_norm + i))) : load(i);
+  };
+  for (i32 aux = 0; aux < p.num_aux; ++aux) {
+    const i32 begin = aux * p.target_width;
+    const u16* weight = p.fc_norm[aux];
+    float chunk_scale = 1.f;
+    if (weight != nullptr) {
+      float sum = 0.f;
+      for (i32 i = threadIdx.x; i < p.target_width; i += blockDim.x) {
+        sum += value(begin + i) * value(begin + i);
+      }
+      chunk_scale = rsqrtf(block_sum(sum, scratch) / p.target_width + p.eps);
+    }
+    for (i32 i = threadIdx.x; i < p.target_width; i += blockDim.x) {
+      const float x = value(begin + i);
+      out[begin + i] = to_weight_dtype(weight ? x * chunk_scale * to_float(__ldg(weight + i)) : x);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    draft_step_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) u8 raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
+  const i32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const i32 blocks = gridDim.x;
+  const i32 fc_units = p.fc_tiles * p.fc_splits * p.batch_tiles;
+  const i32 kv_units = p.kv_tiles * p.kv_splits * p.batch_tiles;
+  i32* kv_counters = p.counters + FIRST_TILE_COUNTER + p.fc_tiles * p.batch_tiles;
+
+  if (thread == 0) {
+    for (int i = 0; i < NUM_TILES; ++i) {
+      barrier_init(shared_address(&shared.full[i]), 1);
+      barrier_init(shared_address(&shared.empty[i]), 8 * CLUSTER);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    proxy_fence();
+  }
+  if (CLUSTER == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
+
+  if (warp >= 8) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    if (warp == 8) {
+      if (lane == 0) {
+        Producer producer{shared, Cursor(), CLUSTER == 1 ? 0 : cluster_rank()};
+        prefetch_map(&p.fc_map);
+        prefetch_map(&p.kv_map);
+        for (i32 u = blockIdx.x; u < fc_units; u += blocks) {
+          producer.feed_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
+        }
+        for (i32 u = blockIdx.x; u < kv_units; u += blocks) {
+          producer.feed_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), fc_units);
+        }
+      }
+    } else {
+      for (i32 row = blockIdx.x + (warp - 9) * blocks; row < p.rows; row += ROW_WARPS * blocks) {
+        prepare_row(p, row, lane);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    Consumer consumer{shared, Cursor(), thread, lane, warp, warp / 4};
+    for (i32 u = blockIdx.x; u < fc_units; u += blocks) {
+      consumer.run_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
+    }
+    for (i32 u = blockIdx.x; u < fc_units; u += blocks) {
+      consumer.reduce_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
+    }
+    for (i32 u = blockIdx.x; u < kv_units; u += blocks) {
+      consumer.run_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), fc_units, kv_counters);
+    }
+    for (i32 u = blockIdx.x; u < kv_units; u += blocks) {
+      consumer.reduce_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), kv_counters);
+    }
+  }
+
+  // A peer may still be arriving at this block's barriers.
+  __syncwarp();
+  if (CLUSTER == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
+  if (thread == 0) {
+    __threadfence();
+    if (atomicAdd(p.counters + BLOCKS_OUT, 1) == blocks - 1) {
+      const i32 used = FIRST_TILE_COUNTER + (p.fc_tiles + p.kv_tiles) * p.batch_tiles;
+      for (i32 i = 0; i < used; ++i) p.counters[i] = 0;
+    }
+  }
+}

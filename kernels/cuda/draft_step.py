@@ -1,0 +1,410 @@
+"""Host side of the one-launch draft step (draft_step.cu) for Hopper GPUs.
+
+Launches: one; two if a norm stands before fc. Bytes moved per step: the fc and K/V weights once,
+and per row the aux states, an embedding row, and 2 * num_kv_heads * head_dim elements of K and V;
+the float32 partial sums stay in L2. A padding row (negative slot) writes nothing.
+
+Sums are taken in a fixed order: the same inputs give the same bytes on every run and in a graph.
+The workspace of a device is shared by all its steps, so they must be ordered (one stream, or
+events); it is grown on first use and must not grow in a capture: run the size once before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..draft_layer import DraftLayer
+
+AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
+
+MAX_ROWS = 512  # above, library matmuls with 128 x 256 tiles are as fast
+THREADS = 384
+FC_ROWS, KV_ROWS, TILE_K, TILE_BYTES = 256, 128, 64, 16384
+NUM_TILES = 13  # 208 KiB of the 227 KiB that a block can have
+MAX_KV_SPLITS = 32  # arbitrary
+NUM_COUNTERS = 4096
+PAIR_FROM = 64  # batch tile from which two blocks share loads
+POOLS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is cut into units of work."""
+
+    batch_tile: int
+    batch_tiles: int
+    cluster: int
+    share_batch: bool
+    fc_tiles: int
+    fc_splits: int
+    kv_tiles: int
+    kv_splits: int
+
+    @property
+    def padded_rows(self) -> int:
+        """Batch rows with the last tile filled up."""
+        return self.batch_tile * self.batch_tiles
+
+    @property
+    def partial_bytes(self) -> int:
+        """float32 sums of the larger of the two matmuls."""
+        fc = self.fc_tiles * self.fc_splits * FC_ROWS
+        kv = self.kv_tiles * self.kv_splits * KV_ROWS
+        return 4 * self.padded_rows * max(fc, kv)
+
+
+@cache
+def _device_reason(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "it is written for GPUs of compute capability 9.0 (H100, H200)"
+    return None if find_spec("cupy") else "cupy is not installed"
+
+
+def unsupported(
+    *,
+    layer: DraftLayer,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    aux: Sequence[torch.Tensor] = (),
+    input_embeds: torch.Tensor | None = None,
+) -> str | None:
+    """Name what this backend lacks for the case; None if nothing."""
+    reason = _device_reason(k_buffer.device)
+    if reason:
+        return reason
+    if layer.fc is None:
+        return "the draft has no fc"
+    if aux and aux[0].shape[0] > MAX_ROWS:
+        return f"{aux[0].shape[0]} rows exceed {MAX_ROWS}"
+    if layer.head_dim > KV_ROWS and layer.is_neox_style:
+        if KV_ROWS < layer.rotary_dim < layer.head_dim:
+            return f"rotary_dim {layer.rotary_dim} of head_dim {layer.head_dim}, neox style"
+    for name, width in (("hidden", layer.hidden_size), ("target", layer.target_hidden_size)):
+        if width % 8:
+            return f"{name}_size {width} is not a multiple of 8"
+    embeds = layer.embed_tokens if input_embeds is None else input_embeds
+    for name, tensor in (
+        ("fc", layer.fc),
+        ("kv_proj", layer.kv_proj),
+        ("input_layernorm", layer.input_layernorm),
+        ("the embeddings", embeds),
+        *((f"aux_hidden_states[{i}]", part) for i, part in enumerate(aux)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.data_ptr() % 16 or (tensor.dim() > 1 and tensor.stride(0) % 8):
+            return f"the rows of {name} are not 16-byte aligned"
+    for name, pool in (("k_buffer", k_buffer), ("v_buffer", v_buffer)):
+        if pool.data_ptr() % 16 or pool.stride(0) % 4:
+            return f"the slots of {name} are not aligned to four elements"
+    return None
+
+
+@cache
+def make_plan(
+    rows: int, hidden: int, fc_steps: int, kv_rows: int, head_dim: int, multiprocessors: int
+) -> Plan:
+    """One unit a block where that can be: split K by as much as the blocks allow."""
+    batch_tile = next((tile for tile in (8, 16, 32, 64) if rows <= tile), 128)
+    batch_tiles = ceil_div(rows, batch_tile)
+    cluster = 2 if batch_tile >= PAIR_FROM else 1
+    share_batch = batch_tiles == 1
+    weight_pair = cluster if share_batch else 1
+    if not share_batch:
+        batch_tiles += batch_tiles % 2
+    used = KV_ROWS // head_dim * head_dim if head_dim < KV_ROWS else KV_ROWS
+    fc_tiles = ceil_div(ceil_div(hidden, FC_ROWS), weight_pair) * weight_pair
+    kv_tiles = ceil_div(ceil_div(kv_rows, used), weight_pair) * weight_pair
+    kv_steps = ceil_div(hidden, TILE_K)
+    return Plan(
+        batch_tile=batch_tile,
+        batch_tiles=batch_tiles,
+        cluster=cluster,
+        share_batch=share_batch,
+        fc_tiles=fc_tiles,
+        fc_splits=max(1, min(multiprocessors // (fc_tiles * batch_tiles), fc_steps)),
+        kv_tiles=kv_tiles,
+        kv_splits=max(1, min(multiprocessors // (kv_tiles * batch_tiles), kv_steps, MAX_KV_SPLITS)),
+    )
+
+
+_workspaces: dict[int, list[torch.Tensor]] = {}
+
+
+def _workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Zeroed memory of a device; graphs hold its address, so an outgrown one is kept."""
+    held = _workspaces.setdefault(device.index, [])
+    if not held or held[-1].numel() < num_bytes:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the workspace must grow to {num_bytes} bytes, which a graph capture cannot do: "
+                "run the step once with this size before capturing"
+            )
+        held.append(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+    return held[-1]
+
+
+@lru_cache(maxsize=1)
+def _structures() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
+    """`Params` and `NormParams` of draft_step.cu, field by field."""
+    from .driver import TensorMap
+
+    pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+    def group(kind: Any, names: str) -> list[tuple[str, Any]]:
+        return [(name, kind) for name in names.split()]
+
+    class Params(ctypes.Structure):
+        _fields_ = (
+            *group(TensorMap, "fc_map kv_map"),
+            ("aux_maps", TensorMap * 4),
+            *group(TensorMap, "embed_map hidden_map"),
+            ("aux", pointer * 4),
+            ("aux_stride", i64 * 4),
+            *group(pointer, "slots tokens seq_lens requests kept"),
+            ("kept_stride", i64),
+            *group(pointer, "bonus_tokens new_seq_lens embeds"),
+            ("embeds_stride", i64),
+            *group(pointer, "input_layernorm fc_bias hidden_norm kv_bias cos_sin"),
+            *group(pointer, "k_buffer v_buffer"),
+            *group(i64, "k_stride v_stride num_slots max_requests num_embeds"),
+            *group(pointer, "embed_rows hidden_rows square_sums partials counters"),
+            *group(i32, "rows hidden_size num_parts part_width num_map_parts map_part_width"),
+            *group(i32, "heads head_dim rotary_dim is_neox"),
+            *group(i32, "fc_tiles fc_splits kv_tiles kv_splits batch_tiles"),
+            *group(i32, "tokens_wide seq_lens_wide requests_wide slots_wide"),
+            *group(i32, "gather_embeds pool has_k_scale has_v_scale"),
+            *group(f32, "k_scale v_scale eps"),
+            ("padding", ctypes.c_uint8 * 64),  # the kernel's struct is a multiple of 64 bytes
+        )
+
+    class NormParams(ctypes.Structure):
+        _fields_ = (
+            ("aux", pointer * 4),
+            ("aux_stride", i64 * 4),
+            ("input_norm", pointer),
+            ("fc_norm", pointer * 4),
+            *group(pointer, "packed slots"),
+            *group(i32, "part_width num_aux target_width slots_wide"),
+            ("eps", f32),
+        )
+
+    return Params, NormParams
+
+
+def _normalize_aux(
+    layer: DraftLayer, parts: Sequence[torch.Tensor], slots: torch.Tensor, packed: torch.Tensor
+) -> None:
+    from . import driver
+
+    params = _structures()[1](
+        aux=driver.pointers(parts, 4),
+        aux_stride=(ctypes.c_int64 * 4)(*(part.stride(0) for part in parts)),
+        input_norm=_address(layer.input_norm),
+        fc_norm=driver.pointers(layer.fc_norm or (), 4),
+        packed=packed.data_ptr(),
+        slots=slots.data_ptr(),
+        part_width=parts[0].shape[1],
+        num_aux=layer.num_aux_hidden_states,
+        target_width=layer.target_hidden_size,
+        slots_wide=_is_wide(slots),
+        eps=layer.rms_norm_eps,
+    )
+    defines = _defines(8, 1, True, layer.kv_proj.dtype)
+    kernel = driver.load_kernel("normalize_aux_kernel", defines, 0)
+    driver.launch(kernel, params, grid=parts[0].shape[0], block=512)
+
+
+def _defines(
+    batch_tile: int, cluster: int, share_batch: bool, dtype: torch.dtype
+) -> tuple[tuple[str, int], ...]:
+    defines = [
+        ("BATCH_TILE", batch_tile),
+        ("CLUSTER", cluster),
+        ("SHARE_BATCH", int(share_batch)),
+        ("NUM_TILES", NUM_TILES),
+    ]
+    if dtype == torch.float16:
+        defines.append(("WEIGHTS_ARE_HALF", 1))
+    return tuple(defines)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_wide(tensor: torch.Tensor | None) -> int:
+    return int(tensor is not None and tensor.dtype == torch.int64)
+
+
+def _shared_bytes(batch_tile: int) -> int:
+    """sizeof(Shared), rounded up, as draft_step.cu lays it out."""
+    staging = 8 * (KV_ROWS + 4) * 4
+    used = NUM_TILES * (TILE_BYTES + 16) + 4 * batch_tile + 256 + staging
+    return ceil_div(used, 1024) * 1024
+
+
+def write_draft_kv(
+    *,
+    layer: DraftLayer,
+    aux_hidden_states: AuxHiddenStates,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    input_embeds: torch.Tensor | None = None,
+    req_pool_indices: torch.Tensor | None = None,
+    kept_hidden_states: torch.Tensor | None = None,
+    bonus_tokens: torch.Tensor | None = None,
+    new_seq_lens: torch.Tensor | None = None,
+) -> None:
+    """Stage 3; with the last four arguments, which travel together, the whole step."""
+    from . import driver
+
+    parts = _parts(aux_hidden_states)
+    fc, kv_proj, dtype, hidden = layer.fc, layer.kv_proj, layer.kv_proj.dtype, layer.hidden_size
+    embeds = layer.embed_tokens if input_embeds is None else input_embeds
+    if fc is None or embeds is None:
+        raise ValueError("the CUDA draft step needs layer.fc, and embed_tokens or input_embeds")
+    rows, width = parts[0].shape[0], fc.shape[1]
+    normed = layer.input_norm is not None or layer.fc_norm is not None
+    map_width = width if normed else parts[0].shape[1]
+    multiprocessors = torch.cuda.get_device_properties(fc.device).multi_processor_count
+    plan = make_plan(
+        rows,
+        hidden,
+        width // map_width * ceil_div(map_width, TILE_K),
+        kv_proj.shape[0],
+        layer.head_dim,
+        multiprocessors,
+    )
+
+    sizes = {
+        "counters": 4 * NUM_COUNTERS,
+        "square_sums": 8 * plan.fc_tiles * plan.padded_rows,
+        "embed_rows": 2 * rows * hidden,
+        "hidden_rows": 2 * rows * hidden,
+        "packed": 2 * rows * width if normed else 0,
+        "partials": plan.partial_bytes,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += ceil_div(size, 256) * 256
+    workspace = _workspace(fc.device, end)
+
+    def matrix(name: str, columns: int) -> torch.Tensor:
+        region = workspace[offsets[name] : offsets[name] + 2 * rows * columns]
+        return region.view(dtype).view(rows, columns)
+
+    map_parts = parts
+    if normed:
+        map_parts = [matrix("packed", width)]
+        _normalize_aux(layer, parts, out_cache_loc, map_parts[0])
+
+    shared = plan.cluster == 2 and plan.share_batch
+    batch_box = plan.batch_tile // 2 if shared else plan.batch_tile
+    maps = [driver.map_of(part, batch_box) for part in map_parts]
+    embed_rows, hidden_rows = matrix("embed_rows", hidden), matrix("hidden_rows", hidden)
+    scaled = k_buffer.dtype != dtype
+    params = _structures()[0](
+        fc_map=driver.map_of(fc, 64, weights=True),
+        kv_map=driver.map_of(kv_proj, 64, weights=True),
+        aux_maps=(driver.TensorMap * 4)(*maps),
+        embed_map=driver.map_of(embed_rows, batch_box),
+        hidden_map=driver.map_of(hidden_rows, batch_box),
+        aux=driver.pointers(parts, 4),
+        aux_stride=(ctypes.c_int64 * 4)(*(part.stride(0) for part in parts)),
+        slots=out_cache_loc.data_ptr(),
+        tokens=token_ids.data_ptr(),
+        seq_lens=positions.data_ptr(),
+        requests=_address(req_pool_indices),
+        kept=_address(kept_hidden_states),
+        kept_stride=0 if kept_hidden_states is None else kept_hidden_states.stride(0),
+        bonus_tokens=_address(bonus_tokens),
+        new_seq_lens=_address(new_seq_lens),
+        embeds=embeds.data_ptr(),
+        embeds_stride=embeds.stride(0),
+        input_layernorm=layer.input_layernorm.data_ptr(),
+        fc_bias=_address(layer.fc_bias),
+        hidden_norm=layer.hidden_norm.data_ptr(),
+        kv_bias=_address(layer.kv_bias),
+        cos_sin=layer.cos_sin_cache.data_ptr(),
+        k_buffer=k_buffer.data_ptr(),
+        v_buffer=v_buffer.data_ptr(),
+        k_stride=k_buffer.stride(0),
+        v_stride=v_buffer.stride(0),
+        num_slots=k_buffer.shape[0],
+        max_requests=0 if kept_hidden_states is None else kept_hidden_states.shape[0],
+        num_embeds=embeds.shape[0],
+        embed_rows=embed_rows.data_ptr(),
+        hidden_rows=hidden_rows.data_ptr(),
+        square_sums=workspace.data_ptr() + offsets["square_sums"],
+        partials=workspace.data_ptr() + offsets["partials"],
+        counters=workspace.data_ptr() + offsets["counters"],
+        rows=rows,
+        hidden_size=hidden,
+        num_parts=len(parts),
+        part_width=parts[0].shape[1],
+        num_map_parts=len(map_parts),
+        map_part_width=map_width,
+        heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        rotary_dim=layer.rotary_dim,
+        is_neox=int(layer.is_neox_style),
+        fc_tiles=plan.fc_tiles,
+        fc_splits=plan.fc_splits,
+        kv_tiles=plan.kv_tiles,
+        kv_splits=plan.kv_splits,
+        batch_tiles=plan.batch_tiles,
+        tokens_wide=_is_wide(token_ids),
+        seq_lens_wide=_is_wide(positions),
+        requests_wide=_is_wide(req_pool_indices),
+        slots_wide=_is_wide(out_cache_loc),
+        gather_embeds=int(input_embeds is None),
+        pool=POOLS.index(k_buffer.dtype),
+        has_k_scale=int(scaled and k_scale is not None),
+        has_v_scale=int(scaled and v_scale is not None),
+        k_scale=1.0 if k_scale is None else k_scale,
+        v_scale=1.0 if v_scale is None else v_scale,
+        eps=layer.rms_norm_eps,
+    )
+    shared_bytes = _shared_bytes(plan.batch_tile)
+    defines = _defines(plan.batch_tile, plan.cluster, plan.share_batch, dtype)
+    driver.launch(
+        driver.load_kernel("draft_step_kernel", defines, shared_bytes),
+        params,
+        grid=multiprocessors // plan.cluster * plan.cluster,
+        block=THREADS,
+        shared_bytes=shared_bytes,
+        cooperative=True,
+        cluster=plan.cluster,
+    )
+
+
+def fused_draft_step(
+    *, next_token_ids: torch.Tensor, seq_lens: torch.Tensor, **step: object
+) -> None:
+    """The three stages for one token a request; arguments as in the reference."""
+    write_draft_kv(token_ids=next_token_ids, positions=seq_lens, **step)  # type: ignore[arg-type]
+
+
+def _parts(aux_hidden_states: AuxHiddenStates) -> list[torch.Tensor]:
+    if isinstance(aux_hidden_states, torch.Tensor):
+        return [aux_hidden_states]
+    return list(aux_hidden_states)

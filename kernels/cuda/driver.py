@@ -1,0 +1,162 @@
+"""Compile for sm_90a, describe tensors to the copy engine, launch: what cupy does not offer.
+
+cupy's own compile step names the target sm_90, which lacks wgmma, so NVRTC is called for sm_90a and
+the machine code handed to `cupy.RawModule`. Its launch has no room for clusters, so
+`cuLaunchKernelEx` is called through ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import cupy
+import torch
+
+SOURCES = ("primitives.cuh", "wgmma.cuh", "draft_step.cu")
+TILE_K = 64
+
+_COOPERATIVE, _CLUSTER_DIMENSION = 2, 4  # CUlaunchAttributeID
+_ELEMENT_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B = 3, 2, 3
+
+
+class TensorMap(ctypes.Structure):
+    """A `CUtensorMap`: opaque, 64-byte aligned in the kernel's parameters."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@lru_cache(maxsize=1)
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _cuda().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{call} failed with {status}: {(text.value or b'unknown').decode()}")
+
+
+@cache
+def load_kernel(name: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -> Any:
+    """The kernel `name` built with these macros, from cupy's cache folder if it is there."""
+    folder = Path(__file__).parent
+    source = "\n".join((folder / file).read_text() for file in SOURCES)
+    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{key}={value}" for key, value in defines))
+    version = cupy.cuda.nvrtc.getVersion()
+    key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()
+    cubin = Path(cupy.cuda.compiler.get_cache_dir()) / f"fused_fallback_{key}.cubin"
+    if not cubin.exists():
+        program = cupy.cuda.nvrtc.createProgram(source, "draft_step.cu", (), ())
+        try:
+            cupy.cuda.nvrtc.compileProgram(program, options)
+        except cupy.cuda.nvrtc.NVRTCError as error:
+            raise RuntimeError(cupy.cuda.nvrtc.getProgramLog(program)) from error
+        cubin.parent.mkdir(parents=True, exist_ok=True)
+        partial = cubin.with_suffix(f".{id(program)}.tmp")
+        partial.write_bytes(cupy.cuda.nvrtc.getCUBIN(program))
+        partial.rename(cubin)
+    kernel = cupy.RawModule(path=str(cubin)).get_function(name)
+    if shared_bytes:
+        kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return kernel
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    row_stride: int,
+    box_rows: int,
+    weights: bool,
+) -> TensorMap:
+    """A row-major matrix cut into boxes of `box_rows` x 64 elements, 128-byte swizzled.
+
+    Weights are promoted to 256-byte fetches: the next box lies beside this one.
+    """
+    memory = (ctypes.c_uint64 * 24)()  # room to align: the driver writes to 64-byte boundaries
+    aligned = -(-ctypes.addressof(memory) // 64) * 64
+    status = _cuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        _ELEMENT_TYPES[dtype],
+        ctypes.c_uint32(2),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(row_stride * dtype.itemsize),
+        (ctypes.c_uint32 * 2)(TILE_K, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        _SWIZZLE_128B,
+        _PROMOTE_256B if weights else _PROMOTE_128B,
+        0,
+    )
+    _check(status, "cuTensorMapEncodeTiled")
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, ctypes.sizeof(TensorMap)))
+
+
+def map_of(tensor: torch.Tensor, box_rows: int, weights: bool = False) -> TensorMap:
+    """`tensor_map` of a 2-d tensor with contiguous rows."""
+    rows, columns = tensor.shape
+    return tensor_map(
+        tensor.data_ptr(), tensor.dtype, rows, columns, tensor.stride(0), box_rows, weights
+    )
+
+
+def launch(
+    kernel: Any,
+    params: ctypes.Structure,
+    *,
+    grid: int,
+    block: int,
+    shared_bytes: int = 0,
+    cooperative: bool = False,
+    cluster: int = 1,
+) -> None:
+    """Launch on torch's current stream with one parameter passed by value."""
+    attributes = []
+    if cooperative:
+        attributes.append(_Attribute(_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
+    if cluster > 1:
+        attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
+    config = _LaunchConfig(
+        grid=(grid, 1, 1),
+        block=(block, 1, 1),
+        shared_bytes=shared_bytes,
+        stream=torch.cuda.current_stream().cuda_stream,
+        attributes=(_Attribute * max(1, len(attributes)))(*attributes),
+        num_attributes=len(attributes),
+    )
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    status = _cuda().cuLaunchKernelEx(
+        ctypes.byref(config), ctypes.c_void_p(kernel.kernel.ptr), arguments, None
+    )
+    _check(status, "cuLaunchKernelEx")
+
+
+def pointers(tensors: Sequence[torch.Tensor], count: int) -> Any:
+    """An array of `count` addresses; absent ones are null."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * count)(*addresses)
