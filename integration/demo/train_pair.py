@@ -611,6 +611,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, help="of the target; 0.1 on cuda, 0 on cpu")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts to evaluate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default=git_commit(), help="to record; default: git's HEAD")
     args = parser.parse_args()
     # A CPU sees the text a few times only: it needs no dropout, and more steps of fewer tokens.
     preset = {"minutes": 50.0, "steps": None, "batch": 4, "sequence": 512, "dropout": 0.0}
@@ -658,7 +659,7 @@ def main() -> None:
         "evaluation": figures,
         "wall_seconds": time.monotonic() - begin,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": git_commit(),
+        "git_commit": args.commit,
     }
     record = json.loads(json.dumps(record), parse_float=lambda x: round(float(x), 4))
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
