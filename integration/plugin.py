@@ -143,7 +143,6 @@ def _verify(launched: tuple[Any, ...]) -> None:
             "fused fallback: off: a scheduler came up without it; its log says why "
             "(is the plugin installed in that environment, and does SGLANG_PLUGINS allow it?)"
         )
-    logger.info("fused fallback: %s", infos[0][ATTRIBUTE])
 
 
 # ---- in the scheduler process: bind the worker, report
@@ -154,6 +153,8 @@ def _init_scheduler(init: Callable[..., None], scheduler: Any, *args: Any, **kwa
     arguments = flags.arguments_of(server_args)
     if arguments is None:
         return init(scheduler, *args, **kwargs)
+    from sglang.srt.utils import log_info_on_rank0
+
     _check(server_args, arguments)
     register_worker()
     init(scheduler, *args, **kwargs)
@@ -162,7 +163,7 @@ def _init_scheduler(init: Callable[..., None], scheduler: Any, *args: Any, **kwa
     setattr(worker, ATTRIBUTE, adapter)
     setattr(worker.draft_worker, ATTRIBUTE, adapter)
     setattr(scheduler, ATTRIBUTE, adapter)
-    logger.info("fused fallback: %s", describe(adapter))
+    log_info_on_rank0(logger, f"fused fallback: {describe(adapter)}")
 
 
 def describe(adapter: EagleWorkerV2) -> str:

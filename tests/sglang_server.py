@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-PAIR = Path(__file__).parents[1] / "integration" / "demo" / "pair"
+PAIR = Path(os.environ.get("FUSED_FALLBACK_PAIR", Path(__file__).parents[1] / "integration" / "demo" / "pair"))
 SGLANG = version("sglang")
 
 SPECULATIVE = {
@@ -95,6 +96,7 @@ class Server:
         poison: float = 1.0,
         **options: Any,
     ) -> None:
+        self.speculative = speculative
         self.recording = Recording()
         self.requests: list[Any] = []
         arguments = {
@@ -130,6 +132,12 @@ class Server:
         for buffer in self._draft_buffers():
             buffer.copy_(torch.randn(buffer.shape, generator=noise) * poison)
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def submit(
         self,
         rid: str,
@@ -145,7 +153,7 @@ class Server:
 
         sampling = {"temperature": 0, "ignore_eos": True, **(sampling or {})}
         params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-        params.normalize(None)
+        params.normalize(self.scheduler.tokenizer)
         values = {
             "rid": rid,
             "input_text": "",
@@ -165,8 +173,16 @@ class Server:
         self.scheduler.process_input_requests(
             [TokenizedGenerateReqInput(**{k: v for k, v in values.items() if k in known})]
         )
-        self.requests.append(self.scheduler.waiting_queue[-1])
-        return self.requests[-1]
+        queues = self.scheduler.waiting_queue, self.scheduler.grammar_manager.grammar_queue
+        request = next(r for queue in queues for r in queue if r.rid == rid)
+        self.requests.append(request)
+        return request
+
+    def abort(self, rid: str) -> None:
+        """Abort a request, as a client that hangs up does."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.abort_request(AbortReq(rid=rid))
 
     def step(self, count: int = 1) -> None:
         """Run the scheduler's loop `count` times."""

@@ -1,0 +1,345 @@
+"""Off, catch-up and the rules between them, on real SGLang: tokens, proposals, draft KV, slots.
+
+Each case drives one server without speculation, one that speculates and is never off (without the
+plugin's flag), and one that follows a script of off steps. Tokens must equal those of the first;
+proposals, accept lengths and the draft's KV those of the second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from sglang_server import PAIR, SGLANG, Recording, Server
+
+Script = Callable[[int], bool]
+
+PROMPTS = {
+    "a": "def read_lines(path):\n    with open(path) as file:\n",
+    "b": "class Node:\n",
+    "c": (
+        "import os\nimport sys\n\n\ndef main(argv=None):\n    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--verbose', action='store_true')\n    args = parser.parse_args("
+    ),
+    "d": "    def __init__(self, name, value=None):\n        self.name = name\n",
+}
+LENGTHS = {"a": 48, "b": 57, "c": 51, "d": 60}
+
+SCRIPTS: dict[str, Script] = {
+    "one step": lambda step: step == 6,
+    "eight steps": lambda step: 4 <= step < 12,
+    "every other step": lambda step: step % 2 == 0,
+    "fifty steps": lambda step: 3 <= step < 53,
+    "always": lambda step: True,
+}
+
+
+@cache
+def _tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(PAIR / "target")
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of `text` in the pair's vocabulary."""
+    return _tokenizer().encode(text)
+
+
+# ---- what the requests do
+
+
+def one(server: Server) -> None:
+    server.submit("a", encode(PROMPTS["a"]), 90)
+
+
+def four(server: Server) -> None:
+    for rid, text in PROMPTS.items():
+        server.submit(rid, encode(text), LENGTHS[rid])
+
+
+def join_and_finish(server: Server) -> None:
+    server.submit("a", encode(PROMPTS["a"]), 48)
+    server.submit("b", encode(PROMPTS["b"]), 8)
+    server.step(9)
+    server.submit("c", encode(PROMPTS["c"]), 40)
+    server.step(6)
+    server.submit("d", encode(PROMPTS["d"]), 30)
+
+
+def chunked_prefill(server: Server) -> None:
+    server.submit("a", encode(PROMPTS["a"]), 48)
+    server.step(5)
+    server.submit("long", encode("\n".join(PROMPTS.values()) * 3), 40)
+
+
+def radix_reuse(server: Server) -> None:
+    """The second wave starts from a prefix that the first decoded while off."""
+    prompt = encode(PROMPTS["a"])
+    server.submit("a", prompt, 40)
+    server.drain()
+    output = list(server.requests[0].output_ids_through_stop)
+    server.submit("branch", prompt + output[:30] + encode("\nreturn"), 40)
+    server.submit("longer", prompt + output, 30)
+    server.drain()
+    cached = [request.cached_tokens for request in server.requests[1:]]
+    assert min(cached) >= len(prompt), f"the prefix was not reused: {cached}"
+
+
+def abort(server: Server) -> None:
+    four(server)
+    server.step(7)
+    server.abort("c")
+    server.step(3)
+    server.submit("again", encode(PROMPTS["c"]), 30)
+
+
+def retraction(server: Server) -> None:
+    for i in range(6):
+        server.submit(f"r{i}", encode(PROMPTS["abcd"[i % 4]] + "\n" * i), 60)
+    server.drain(3000)
+    if server.speculative:
+        retracted = sum(request.retraction_count for request in server.requests)
+        assert retracted, "the pool was not small enough to retract a request"
+
+
+@dataclass(frozen=True)
+class Case:
+    drive: Callable[[Server], None]
+    options: dict[str, Any] = field(default_factory=dict)
+    scripts: tuple[str, ...] = ("eight steps", "every other step", "always")
+    may_end_apart: frozenset[str] = frozenset()
+    """Requests whose length depends on timing: only their common beginning is compared."""
+
+
+CHUNKED = {"chunked_prefill_size": 64}
+TOPK_2 = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+
+CASES = {
+    "one": Case(one, scripts=tuple(SCRIPTS)),
+    "four": Case(four, scripts=tuple(SCRIPTS)),
+    "join and finish": Case(join_and_finish),
+    "chunked prefill": Case(chunked_prefill, CHUNKED),
+    "radix reuse": Case(radix_reuse),
+    "abort": Case(abort, may_end_apart=frozenset("c")),
+    "retraction": Case(retraction, {"max_total_tokens": 448}),
+    "page size 16": Case(four, {"page_size": 16}),
+    "page size 64": Case(join_and_finish, {"page_size": 64}),
+    "page size 16, radix reuse": Case(radix_reuse, {"page_size": 16}),
+    "page size 16, retraction": Case(retraction, {"page_size": 16, "max_total_tokens": 768}),
+    "topk 2": Case(four, TOPK_2),
+    "topk 2, radix reuse": Case(radix_reuse, TOPK_2),
+}
+if SGLANG != "0.5.17":  # 0.5.17 switches mixed chunks off for speculation
+    CASES["mixed chunks"] = Case(chunked_prefill, CHUNKED | {"enable_mixed_chunk": True})
+
+
+def run(case: str, **server: Any) -> Recording:
+    """Drive a case on a server of its own."""
+    options = dict(CASES[case].options)
+    if not server.get("speculative", True):
+        options = {k: v for k, v in options.items() if not k.startswith("speculative")}
+    with Server(**server, **options) as running:
+        CASES[case].drive(running)
+        return running.drain(3000)
+
+
+@cache
+def without_speculation(case: str) -> Recording:
+    return run(case, speculative=False)
+
+
+@cache
+def never_off(case: str) -> Recording:
+    return run(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "script"), [(name, script) for name, case in CASES.items() for script in case.scripts]
+)
+def test_off_and_on_again_equals_never_off(case: str, script: str) -> None:
+    plain, never, recording = without_speculation(case), never_off(case), run_off(case, script)
+    assert recording.off_steps
+    assert_same_tokens(recording, plain, CASES[case].may_end_apart)
+    assert_same_tokens(never, plain, CASES[case].may_end_apart)
+    assert_same_drafts(recording, never)
+
+
+@cache
+def run_off(case: str, script: str) -> Recording:
+    return run(case, script=SCRIPTS[script])
+
+
+def assert_same_tokens(recording: Recording, plain: Recording, may_end_apart: frozenset) -> None:
+    assert recording.tokens.keys() == plain.tokens.keys()
+    for rid, tokens in recording.tokens.items():
+        expected = plain.tokens[rid]
+        if rid in may_end_apart:
+            length = min(len(tokens), len(expected))
+            tokens, expected = tokens[:length], expected[:length]
+        assert tokens == expected, f"request {rid}"
+
+
+def assert_same_drafts(recording: Recording, never: Recording) -> None:
+    common = recording.proposals.keys() & never.proposals.keys()
+    for key in common:
+        assert recording.proposals[key] == never.proposals[key], f"proposals at {key}"
+    for key in recording.accept_lens.keys() & never.accept_lens.keys():
+        assert recording.accept_lens[key] == never.accept_lens[key], f"accept length at {key}"
+    for rid, kv in recording.draft_kv.items():
+        length = min(kv.shape[1], never.draft_kv[rid].shape[1])
+        torch.testing.assert_close(
+            kv[:, :length], never.draft_kv[rid][:, :length], atol=1e-5, rtol=1e-5
+        )
+
+
+def test_proposals_after_a_flip_were_compared() -> None:
+    """The equalities above are not empty: every request drafts again, at compared positions."""
+    for case, script in (("four", "eight steps"), ("four", "every other step")):
+        never, recording = never_off(case), run_off(case, script)
+        after = {key for key in recording.proposals if recording.after_off(key)}
+        assert {rid for rid, _ in after} == recording.tokens.keys()
+        assert len(after & never.proposals.keys()) >= 10
+
+
+def test_cold_loses_acceptance() -> None:
+    """Without the KV write the same comparison fails, in the pool and in the accept length."""
+    case, script = "one", "fifty steps"
+    never, warm = never_off(case), run_off(case, script)
+    cold = run(case, script=SCRIPTS[script], cold=True)
+    assert_same_tokens(cold, without_speculation(case), frozenset())
+    with pytest.raises(AssertionError):
+        assert_same_drafts(cold, never)
+    assert cold.mean_accept_len(after_off=True) < 0.9 * warm.mean_accept_len(after_off=True)
+
+
+# ---- what a request can ask for, across flips
+
+ACROSS_FLIPS = SCRIPTS["every other step"]
+
+
+@pytest.fixture(params=["without speculation", "never off", "off and on"])
+def server_options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {
+        "without speculation": {"speculative": False},
+        "never off": {},
+        "off and on": {"script": ACROSS_FLIPS},
+    }[request.param]
+
+
+def logprobs(**options: Any) -> list[Any]:
+    with Server(**options) as server:
+        ask = {"return_logprob": True, "top_logprobs_num": 2}
+        request = server.submit("a", encode(PROMPTS["a"]), 40, **ask)
+        server.submit("b", encode(PROMPTS["b"]), 40, **ask)
+        server.drain()
+        record = request.logprob
+        return [
+            record.output_token_logprobs_idx[:40],
+            record.output_token_logprobs_val[:40],
+            record.output_top_logprobs_idx[:40],
+            record.output_top_logprobs_val[:40],
+        ]
+
+
+def test_logprobs() -> None:
+    plain, off = logprobs(speculative=False), logprobs(script=ACROSS_FLIPS)
+    for index, values in ((0, 1), (2, 3)):
+        assert off[index] == plain[index]
+        torch.testing.assert_close(
+            torch.tensor(off[values]), torch.tensor(plain[values]), atol=1e-4, rtol=1e-4
+        )
+
+
+def hidden_states(**options: Any) -> torch.Tensor:
+    with Server(enable_return_hidden_states=True, **options) as server:
+        request = server.submit("a", encode(PROMPTS["a"]), 30, return_hidden_states=True)
+        server.drain()
+        return torch.tensor(request.hidden_states[1:30])
+
+
+def test_return_hidden_states() -> None:
+    torch.testing.assert_close(
+        hidden_states(script=ACROSS_FLIPS), hidden_states(), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_grammar(server_options: dict[str, Any]) -> None:
+    schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 12}, "on": {"type": "boolean"}},
+            "required": ["name", "on"],
+            "additionalProperties": False,
+        }
+    )
+    with Server(skip_tokenizer_init=False, **server_options) as server:
+        sampling = {"json_schema": schema, "ignore_eos": False}
+        request = server.submit("a", encode("value = "), 60, sampling=sampling)
+        server.submit("b", encode(PROMPTS["b"]), 40)
+        server.drain(4000)
+        text = _tokenizer().decode(list(request.output_ids_through_stop), skip_special_tokens=True)
+    answer = json.loads(text)
+    assert isinstance(answer["name"], str) and isinstance(answer["on"], bool)
+    _grammar_answers.append(answer)
+    assert all(answer == _grammar_answers[0] for answer in _grammar_answers)
+
+
+_grammar_answers: list[Any] = []
+
+
+def test_stop_string(server_options: dict[str, Any]) -> None:
+    with Server(skip_tokenizer_init=False, **server_options) as server:
+        request = server.submit("a", encode(PROMPTS["a"]), 80, sampling={"stop": ["\n\n", "):"]})
+        server.drain()
+    _stopped.append((list(request.output_ids_through_stop), str(request.finished_reason)))
+    assert _stopped[-1] == _stopped[0]
+
+
+_stopped: list[Any] = []
+
+
+def test_sampled_requests_finish_across_flips() -> None:
+    with Server(script=ACROSS_FLIPS) as server:
+        sampling = {"temperature": 0.8, "top_p": 0.9}
+        for rid, text in PROMPTS.items():
+            server.submit(rid, encode(text), 30, sampling=sampling)
+        recording = server.drain()
+    assert {len(tokens) for tokens in recording.tokens.values()} == {30}
+
+
+def test_metrics_speak_of_speculation_alone() -> None:
+    with Server(script=SCRIPTS["every other step"]) as server:
+        request = server.submit("a", encode(PROMPTS["a"]), 60)
+        recording = server.drain()
+        reporter = server.scheduler.metrics_reporter
+        counted = reporter.spec_total_num_forward_ct + reporter.spec_num_forward_ct
+    assert request.spec_verify_ct == len(recording.accept_lens) == counted
+    assert sum(request.spec_correct_drafts_histogram) == len(recording.accept_lens)
+    assert recording.off_steps
+
+
+def test_log_interval_without_a_speculative_step() -> None:
+    with Server(script=SCRIPTS["always"], decode_log_interval=4) as server:
+        server.submit("a", encode(PROMPTS["a"]), 40)
+        recording = server.drain()
+    assert not recording.accept_lens
+
+
+def test_state_is_reported() -> None:
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    with Server(script=SCRIPTS["eight steps"]) as server:
+        four(server)
+        server.drain()
+        output = server.scheduler.get_internal_state(GetInternalStateReq())
+    state = output.internal_state["fused_fallback"]
+    assert state["off"] is False
+    assert state["flips"] == 2
+    assert state["steps_off"] == 8
+    assert state["catch_ups"] == 1
