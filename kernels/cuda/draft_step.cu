@@ -1,29 +1,30 @@
 // The whole draft step in one persistent launch on Hopper.
 //
 // Blocks: one a multiprocessor, all resident (a cooperative launch). Warps 0-7 are two warpgroups
-// of wgmma consumers, warp 8 feeds the ring of shared-memory tiles, warps 9-11 take batch rows:
-// stages capture_aux_hidden_states and build_draft_input, and the embedding with its norm.
+// of wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring of batch tiles, warps
+// 10-11 take batch rows: stages capture_aux_hidden_states and build_draft_input, and the embedding
+// with its norm.
 //
 // Stage write_draft_kv is two matmuls that both read their weights once:
 //   1. fc: 256 weight rows x BATCH_TILE batch rows a unit, split over K. The blocks of one tile
 //      leave float32 partial sums, wait for each other, and each reduces a share in a fixed order
 //      to `hidden` = fc output * hidden_norm weight, and the row's sum of squares.
 //   2. K and V: 128 weight rows x BATCH_TILE a unit, split over K; each split takes a share of the
-//      embedding half first, then of the hidden half. The ring fills with these weights while fc is
-//      being reduced. The RMS of `hidden` scales the float32 sums of its half, so nobody waits for
+//      embedding half first, then of the hidden half. The RMS of `hidden` scales the float32 sums of its half, so nobody waits for
 //      a row's norm before multiplying. The blocks of a tile reduce again, rotate, convert, store.
 //
 // A padding row (negative slot) gets a zero embedding row and stores nothing; its columns of the
 // products meet no other row. Rows past the batch are zero-filled by the copy engine.
 //
 // Compile-time: BATCH_TILE (8 to 128), CLUSTER (1, 2), SHARE_BATCH (pairs share batch tiles, else
-// weight tiles), NUM_TILES of the ring, WEIGHTS_ARE_HALF.
+// weight tiles), WEIGHT_TILES and BATCH_TILES of the rings, WEIGHTS_ARE_HALF.
 
 constexpr int CONSUMERS = 256;
 constexpr int THREADS = 384;
-constexpr int ROW_WARPS = 3;
-constexpr int TILE_BYTES = 16384;  // 128 rows x 64 elements
+constexpr int ROW_WARPS = 2;
 constexpr int TILE_K = 64;
+constexpr int WEIGHT_BYTES = 128 * TILE_K * 2;
+constexpr int BATCH_BYTES = BATCH_TILE * TILE_K * 2;
 constexpr int FC_ROWS = 256;
 constexpr int KV_ROWS = 128;
 constexpr int GROUPS = BATCH_TILE / 8;
@@ -66,7 +67,7 @@ struct Params {
   i64 num_embeds;
   u16* embed_rows;          // [rows, H] workspace behind embed_map
   u16* hidden_rows;         // [rows, H] workspace behind hidden_map
-  float* square_sums;       // [2 * fc_tiles, batch_tiles * BATCH_TILE] workspace
+  float* square_sums;       // [batch_tiles * BATCH_TILE, 2 * fc_tiles] workspace
   float* partials;          // workspace
   i32* counters;            // workspace, zero before and after: see Counters
   i32 rows, hidden_size;
@@ -80,26 +81,34 @@ struct Params {
   float k_scale, v_scale, eps;
 };
 
-// Counters in global memory; the last block out zeroes them for the next launch.
-enum { EMBEDS_READY, HIDDEN_READY, BLOCKS_OUT, FIRST_TILE_COUNTER };
+// Counters in global memory, two sets of them. A launch counts in the set that `turn` names; its
+// first block zeroes the other set and flips `turn` for the next launch.
+struct Counters {
+  i32* embeds_ready;  // row warps of all blocks
+  i32* hidden_ready;  // fc units
+  i32* fc_tiles;      // units a tile
+  i32* kv_tiles;      // units a tile
+};
 
 struct alignas(1024) Shared {
-  u8 ring[NUM_TILES][TILE_BYTES];
-  u64 full[NUM_TILES];
-  u64 empty[NUM_TILES];
+  u8 weights[WEIGHT_TILES][WEIGHT_BYTES];
+  u8 batch[BATCH_TILES][BATCH_BYTES];
+  u64 weights_full[WEIGHT_TILES], weights_empty[WEIGHT_TILES];
+  u64 batch_full[BATCH_TILES], batch_empty[BATCH_TILES];
   float inverse_rms[BATCH_TILE];
   float warp_sums[8][8];
   union {
-    u16 hidden[8][2][72];      // [batch row][warpgroup][64 weight rows, padded]
-    float kv[8][PITCH];        // [batch row][128 weight rows, padded]
+    u16 hidden[8][2][72];  // [batch row][warpgroup][64 weight rows, padded]
+    float kv[8][PITCH];    // [batch row][128 weight rows, padded]
   } staging;
 };
 
-// A place in the ring, walked alike by the producer and by the consumers.
+// A place in a ring, walked alike by its producer and by the consumers.
+template <int TILES>
 struct Cursor {
   u32 tile = 0, parity = 0;
   __device__ __forceinline__ void advance() {
-    if (++tile == NUM_TILES) {
+    if (++tile == TILES) {
       tile = 0;
       parity ^= 1;
     }
@@ -130,8 +139,13 @@ __device__ __forceinline__ i32 share(i32 total, i32 part, i32 parts) {
 }
 
 // Steps of 64 along K. A step does not cross from one aux tensor into the next.
-__device__ __forceinline__ i32 fc_blocks(const Params& p) {
+__device__ __forceinline__ i32 fc_steps(const Params& p) {
   return p.num_map_parts * ((p.map_part_width + TILE_K - 1) / TILE_K);
+}
+
+// Of either half.
+__device__ __forceinline__ i32 kv_steps(const Params& p) {
+  return (p.hidden_size + TILE_K - 1) / TILE_K;
 }
 
 // Rows of kv_proj behind a tile of 128: whole heads, or, where a head is wider than a tile, the
@@ -196,7 +210,7 @@ __device__ __forceinline__ void norm_embedding(const Params& p, const u16* from,
   }
 }
 
-__device__ __forceinline__ void prepare_row(const Params& p, i32 row, i32 lane) {
+__device__ __forceinline__ void prepare_embedding(const Params& p, i32 row, i32 lane) {
   u16* embed_row = p.embed_rows + static_cast<i64>(row) * p.hidden_size;
   const bool live = load_index(p.slots, row, p.slots_wide) >= 0;
   const i64 source = !live ? -1 : p.gather_embeds ? load_index(p.tokens, row, p.tokens_wide) : row;
@@ -207,12 +221,10 @@ __device__ __forceinline__ void prepare_row(const Params& p, i32 row, i32 lane) 
       *reinterpret_cast<uint4*>(embed_row + i) = make_uint4(0, 0, 0, 0);
     }
   }
-  proxy_fence();
-  __threadfence();
-  __syncwarp();
-  if (lane == 0) count_up(p.counters + EMBEDS_READY);
-  if (!live || p.kept == nullptr) return;
+}
 
+__device__ __forceinline__ void keep_row(const Params& p, i32 row, i32 lane) {
+  if (p.kept == nullptr || load_index(p.slots, row, p.slots_wide) < 0) return;
   // Stage build_draft_input.
   if (lane == 0) {
     p.bonus_tokens[row] = static_cast<i32>(load_index(p.tokens, row, p.tokens_wide));
@@ -232,109 +244,109 @@ __device__ __forceinline__ void prepare_row(const Params& p, i32 row, i32 lane) 
   }
 }
 
-// Producer -------------------------------------------------------------------------------------
+// Producers ------------------------------------------------------------------------------------
 
-struct Producer {
+template <int TILES>
+__device__ __forceinline__ void wait_empty(u64 (&empty)[TILES], const Cursor<TILES>& at) {
+  barrier_wait(shared_address(&empty[at.tile]), at.parity ^ 1);
+}
+
+// Weights depend on nothing: the ring fills with K and V weights while fc is being reduced, and
+// what does not fit is on its way into L2.
+struct WeightProducer {
   Shared& shared;
-  Cursor cursor;
   u32 rank;
+  Cursor<WEIGHT_TILES> cursor;
 
-  __device__ __forceinline__ u32 full(u32 tile) { return shared_address(&shared.full[tile]); }
-
-  __device__ __forceinline__ void acquire(const Cursor& at) {
-    barrier_wait(shared_address(&shared.empty[at.tile]), at.parity ^ 1);
-  }
-
-  __device__ __forceinline__ void load_weights(const Cursor& at, const TensorMap* map, i32 column,
-                                               i32 first, i32 second) {
-    const u32 to = shared_address(shared.ring[at.tile]);
-    barrier_expect(full(at.tile), TILE_BYTES);
+  __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 first, i32 second) {
+    wait_empty(shared.weights_empty, cursor);
+    const u32 to = shared_address(shared.weights[cursor.tile]);
+    const u32 full = shared_address(&shared.weights_full[cursor.tile]);
+    barrier_expect(full, WEIGHT_BYTES);
     if (SHARE_WEIGHTS) {
-      copy_tile_multicast(to + rank * (TILE_BYTES / 2), map, full(at.tile), column,
-                          rank ? second : first, EVICT_FIRST, 3);
+      copy_tile_multicast(to + rank * (WEIGHT_BYTES / 2), map, full, column, rank ? second : first,
+                          EVICT_FIRST, 3);
     } else {
-      copy_tile(to, map, full(at.tile), column, first, EVICT_FIRST);
-      copy_tile(to + TILE_BYTES / 2, map, full(at.tile), column, second, EVICT_FIRST);
+      copy_tile(to, map, full, column, first, EVICT_FIRST);
+      copy_tile(to + WEIGHT_BYTES / 2, map, full, column, second, EVICT_FIRST);
     }
-  }
-
-  __device__ __forceinline__ void load_batch(const Cursor& at, const TensorMap* map, i32 column,
-                                             i32 row) {
-    const u32 to = shared_address(shared.ring[at.tile]);
-    barrier_expect(full(at.tile), BATCH_TILE * TILE_K * 2);
-    if (SHARE_X) {
-      copy_tile_multicast(to + rank * BATCH_BOX * TILE_K * 2, map, full(at.tile), column,
-                          row + rank * BATCH_BOX, EVICT_LAST, 3);
-    } else {
-      copy_tile(to, map, full(at.tile), column, row, EVICT_LAST);
-    }
+    cursor.advance();
   }
 
   __device__ void feed_fc(const Params& p, const Unit& unit) {
-    const i32 blocks_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
-    const i32 blocks = fc_blocks(p);
-    const i32 end = share(blocks, unit.split + 1, p.fc_splits);
+    const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
     const i32 row = unit.weight_tile * FC_ROWS;
-    for (i32 k = share(blocks, unit.split, p.fc_splits); k < end; ++k) {
-      const i32 part = k / blocks_per_part, column = k % blocks_per_part * TILE_K;
-      acquire(cursor);
-      load_batch(cursor, &p.aux_maps[part], column, unit.batch_tile * BATCH_TILE);
-      cursor.advance();
-#pragma unroll
-      for (i32 half = 0; half < 2; ++half) {
-        const i32 first = row + half * 128;
-        acquire(cursor);
-        load_weights(cursor, &p.fc_map, part * p.map_part_width + column, first, first + 64);
-        cursor.advance();
-      }
+    const i32 end = share(fc_steps(p), unit.split + 1, p.fc_splits);
+    for (i32 k = share(fc_steps(p), unit.split, p.fc_splits); k < end; ++k) {
+      const i32 part = k / steps_per_part;
+      const i32 column = part * p.map_part_width + k % steps_per_part * TILE_K;
+      load(&p.fc_map, column, row, row + 64);
+      load(&p.fc_map, column, row + 128, row + 192);
     }
   }
 
-  __device__ void feed_kv(const Params& p, const Unit& unit, i32 fc_units) {
-    const i32 blocks = (p.hidden_size + TILE_K - 1) / TILE_K;
-    const i32 begin = share(blocks, unit.split, p.kv_splits);
-    const i32 end = share(blocks, unit.split + 1, p.kv_splits);
-    const i32 batch_row = unit.batch_tile * BATCH_TILE;
+  __device__ void feed_kv(const Params& p, const Unit& unit) {
+    const i32 begin = share(kv_steps(p), unit.split, p.kv_splits);
+    const i32 end = share(kv_steps(p), unit.split + 1, p.kv_splits);
     const KvTile rows = kv_tile_at(p, unit.weight_tile);
+    if (!SHARE_WEIGHTS || rank == 0) {
+      for (i32 half = 0; half < 2; ++half) {
+        for (i32 k = begin; k < end; ++k) {
+          const i32 column = half * p.hidden_size + k * TILE_K;
+          prefetch_tile(&p.kv_map, column, rows.first);
+          prefetch_tile(&p.kv_map, column, rows.second);
+        }
+      }
+    }
+    for (i32 half = 0; half < 2; ++half) {
+      for (i32 k = begin; k < end; ++k) {
+        load(&p.kv_map, half * p.hidden_size + k * TILE_K, rows.first, rows.second);
+      }
+    }
+  }
+};
 
-    wait_for_count(p.counters + EMBEDS_READY, p.rows);
+struct BatchProducer {
+  Shared& shared;
+  u32 rank;
+  Cursor<BATCH_TILES> cursor;
+
+  __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 row) {
+    wait_empty(shared.batch_empty, cursor);
+    const u32 to = shared_address(shared.batch[cursor.tile]);
+    const u32 full = shared_address(&shared.batch_full[cursor.tile]);
+    barrier_expect(full, BATCH_BYTES);
+    if (SHARE_X) {
+      copy_tile_multicast(to + rank * (BATCH_BYTES / 2), map, full, column, row + rank * BATCH_BOX,
+                          EVICT_LAST, 3);
+    } else {
+      copy_tile(to, map, full, column, row, EVICT_LAST);
+    }
+    cursor.advance();
+  }
+
+  __device__ void feed_fc(const Params& p, const Unit& unit) {
+    const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
+    const i32 end = share(fc_steps(p), unit.split + 1, p.fc_splits);
+    for (i32 k = share(fc_steps(p), unit.split, p.fc_splits); k < end; ++k) {
+      load(&p.aux_maps[k / steps_per_part], k % steps_per_part * TILE_K,
+           unit.batch_tile * BATCH_TILE);
+    }
+  }
+
+  __device__ void feed_kv(const Params& p, const Unit& unit, const Counters& counters,
+                          i32 fc_units) {
+    const i32 begin = share(kv_steps(p), unit.split, p.kv_splits);
+    const i32 end = share(kv_steps(p), unit.split + 1, p.kv_splits);
+    wait_for_count(counters.embeds_ready, ROW_WARPS * gridDim.x);
     proxy_fence();
     for (i32 k = begin; k < end; ++k) {
-      acquire(cursor);
-      load_batch(cursor, &p.embed_map, k * TILE_K, batch_row);
-      cursor.advance();
-      acquire(cursor);
-      load_weights(cursor, &p.kv_map, k * TILE_K, rows.first, rows.second);
-      cursor.advance();
+      load(&p.embed_map, k * TILE_K, unit.batch_tile * BATCH_TILE);
     }
-    // The hidden half: weights as far as the ring holds them, the rest into L2, before fc is done.
-    const i32 early = min(begin + NUM_TILES / 2, end);
-    Cursor batch = cursor;
-    for (i32 k = begin; k < early; ++k) {
-      acquire(cursor);
-      cursor.advance();
-      acquire(cursor);
-      load_weights(cursor, &p.kv_map, p.hidden_size + k * TILE_K, rows.first, rows.second);
-      cursor.advance();
-    }
-    for (i32 k = early; k < end; ++k) {
-      prefetch_tile(&p.kv_map, p.hidden_size + k * TILE_K, rows.first);
-      prefetch_tile(&p.kv_map, p.hidden_size + k * TILE_K, rows.second);
-    }
-    wait_for_count(p.counters + HIDDEN_READY, fc_units);
+    wait_for_count(counters.hidden_ready, fc_units);
     proxy_fence();
-    for (i32 k = begin; k < early; ++k) {
-      load_batch(batch, &p.hidden_map, k * TILE_K, batch_row);
-      batch.advance();
-      batch.advance();
-    }
-    for (i32 k = early; k < end; ++k) {
-      acquire(cursor);
-      load_batch(cursor, &p.hidden_map, k * TILE_K, batch_row);
-      cursor.advance();
-      acquire(cursor);
-      load_weights(cursor, &p.kv_map, p.hidden_size + k * TILE_K, rows.first, rows.second);
-      cursor.advance();
+    for (i32 k = begin; k < end; ++k) {
+      load(&p.hidden_map, k * TILE_K, unit.batch_tile * BATCH_TILE);
     }
   }
 };
@@ -343,8 +355,9 @@ struct Producer {
 
 struct Consumer {
   Shared& shared;
-  Cursor cursor;
   i32 thread, lane, warp, group;  // group: the warpgroup, 0 or 1
+  Cursor<WEIGHT_TILES> weights;
+  Cursor<BATCH_TILES> batch;
   float sums[2][BATCH_TILE / 2];
 
   __device__ __forceinline__ void clear() {
@@ -352,97 +365,97 @@ struct Consumer {
     for (int i = 0; i < BATCH_TILE / 2; ++i) sums[0][i] = sums[1][i] = 0.f;
   }
 
-  __device__ __forceinline__ u32 wait_full(const Cursor& at) {
-    barrier_wait(shared_address(&shared.full[at.tile]), at.parity);
-    return shared_address(shared.ring[at.tile]);
+  __device__ __forceinline__ u32 wait_full(const Cursor<WEIGHT_TILES>& at) {
+    barrier_wait(shared_address(&shared.weights_full[at.tile]), at.parity);
+    return shared_address(shared.weights[at.tile]);
   }
 
-  __device__ __forceinline__ void release(u32 tile) {
+  __device__ __forceinline__ u32 wait_full(const Cursor<BATCH_TILES>& at) {
+    barrier_wait(shared_address(&shared.batch_full[at.tile]), at.parity);
+    return shared_address(shared.batch[at.tile]);
+  }
+
+  __device__ __forceinline__ void release(u64* empty) {
     if (lane == 0) {
-      const u32 barrier = shared_address(&shared.empty[tile]);
       if (CLUSTER == 1) {
-        barrier_arrive(barrier);
+        barrier_arrive(shared_address(empty));
       } else {
-        barrier_arrive_remote(barrier, 0);
-        barrier_arrive_remote(barrier, 1);
+        barrier_arrive_remote(shared_address(empty), 0);
+        barrier_arrive_remote(shared_address(empty), 1);
       }
     }
   }
 
-  __device__ __forceinline__ void release(Cursor at, int tiles) {
-    for (int i = 0; i < tiles; ++i) {
-      release(at.tile);
-      at.advance();
-    }
-  }
-
-  // Ring order of fc: batch tile, weight rows 0-127, weight rows 128-255.
-  __device__ __forceinline__ void multiply_fc(i32 blocks) {
-    Cursor previous;
-    for (i32 k = 0; k < blocks; ++k) {
-      const Cursor start = cursor;
-      const u32 x = wait_full(cursor);
-      cursor.advance();
-      Cursor mine = cursor;
-      if (group == 1) mine.advance();
-      const u32 w = wait_full(mine);
-      cursor.advance();
-      cursor.advance();
-      wgmma_fence();
+  // A step of fc: one batch tile, weight rows 0-127 and 128-255, one of them for each warpgroup.
+  __device__ __forceinline__ void multiply_fc(i32 steps) {
+    Cursor<WEIGHT_TILES> old_weights = weights;
+    Cursor<BATCH_TILES> old_batch = batch;
+    for (i32 k = 0; k <= steps; ++k) {
+      if (k < steps) {
+        Cursor<WEIGHT_TILES> mine = weights;
+        if (group == 1) mine.advance();
+        const u32 x = wait_full(batch), w = wait_full(mine);
+        wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < TILE_K / 16; ++step) {
-        const u64 b = matrix_descriptor(x + step * 32);
-        wgmma<BATCH_TILE>(sums[0], matrix_descriptor(w + step * 32), b);
-        wgmma<BATCH_TILE>(sums[1], matrix_descriptor(w + TILE_BYTES / 2 + step * 32), b);
+        for (int step = 0; step < TILE_K / 16; ++step) {
+          const u64 b = matrix_descriptor(x + step * 32);
+          wgmma<BATCH_TILE>(sums[0], matrix_descriptor(w + step * 32), b);
+          wgmma<BATCH_TILE>(sums[1], matrix_descriptor(w + WEIGHT_BYTES / 2 + step * 32), b);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        weights.advance();
+        weights.advance();
+        batch.advance();
+      } else {
+        wgmma_wait<0>();
       }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (k > 0) release_fc(previous);
-      previous = start;
-    }
-    wgmma_wait<0>();
-    if (blocks > 0) release_fc(previous);
-  }
-
-  // The other warpgroup's weights must have landed before this one counts as done with them.
-  __device__ __forceinline__ void release_fc(Cursor at) {
-    release(at.tile);
+      if (k > 0) {  // the products of the step before are done
+        release(&shared.batch_empty[old_batch.tile]);
+        old_batch.advance();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      at.advance();
-      if (half != group) wait_full(at);
-      release(at.tile);
+        for (int half = 0; half < 2; ++half) {
+          // Not before the other group's weights have landed, or a later phase could be counted.
+          if (half != group) wait_full(old_weights);
+          release(&shared.weights_empty[old_weights.tile]);
+          old_weights.advance();
+        }
+      }
     }
   }
 
-  // Ring order of K and V: batch tile, weight rows; each warpgroup takes 64 of the 128.
+  // A step of K and V: one batch tile, 128 weight rows, 64 for each warpgroup.
   template <int HALF>
-  __device__ __forceinline__ void multiply_kv(i32 blocks) {
-    Cursor previous;
-    for (i32 k = 0; k < blocks; ++k) {
-      const Cursor start = cursor;
-      const u32 x = wait_full(cursor);
-      cursor.advance();
-      const u32 w = wait_full(cursor) + group * (TILE_BYTES / 2);
-      cursor.advance();
-      wgmma_fence();
+  __device__ __forceinline__ void multiply_kv(i32 steps) {
+    Cursor<WEIGHT_TILES> old_weights = weights;
+    Cursor<BATCH_TILES> old_batch = batch;
+    for (i32 k = 0; k <= steps; ++k) {
+      if (k < steps) {
+        const u32 x = wait_full(batch), w = wait_full(weights) + group * (WEIGHT_BYTES / 2);
+        wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < TILE_K / 16; ++step) {
-        wgmma<BATCH_TILE>(sums[HALF], matrix_descriptor(w + step * 32),
-                          matrix_descriptor(x + step * 32));
+        for (int step = 0; step < TILE_K / 16; ++step) {
+          wgmma<BATCH_TILE>(sums[HALF], matrix_descriptor(w + step * 32),
+                            matrix_descriptor(x + step * 32));
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        weights.advance();
+        batch.advance();
+      } else {
+        wgmma_wait<0>();
       }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (k > 0) release(previous, 2);
-      previous = start;
+      if (k > 0) {
+        release(&shared.batch_empty[old_batch.tile]);
+        release(&shared.weights_empty[old_weights.tile]);
+        old_batch.advance();
+        old_weights.advance();
+      }
     }
-    wgmma_wait<0>();
-    if (blocks > 0) release(previous, 2);
   }
 
   // All consumers' writes before the call are visible to whoever waits for the counter.
   __device__ __forceinline__ void publish(i32* counter) {
-    __threadfence();
     named_barrier(1, CONSUMERS);
     if (thread == 0) count_up(counter);
   }
@@ -473,10 +486,10 @@ struct Consumer {
     return total;
   }
 
-  __device__ void run_fc(const Params& p, const Unit& unit) {
+  __device__ void run_fc(const Params& p, const Unit& unit, const Counters& counters) {
     clear();
-    multiply_fc(share(fc_blocks(p), unit.split + 1, p.fc_splits) -
-                share(fc_blocks(p), unit.split, p.fc_splits));
+    multiply_fc(share(fc_steps(p), unit.split + 1, p.fc_splits) -
+                share(fc_steps(p), unit.split, p.fc_splits));
     const i32 tile = unit.batch_tile * p.fc_tiles + unit.weight_tile;
 #pragma unroll
     for (int item = 0; item < 2 * GROUPS; ++item) {
@@ -484,13 +497,13 @@ struct Consumer {
       *partial(p, tile, p.fc_splits, unit.split, 2 * GROUPS, item) =
           make_float4(s[0], s[1], s[2], s[3]);
     }
-    publish(p.counters + FIRST_TILE_COUNTER + tile);
+    publish(counters.fc_tiles + tile);
   }
 
   // An item is 8 batch rows x 64 weight rows of each warpgroup.
-  __device__ void reduce_fc(const Params& p, const Unit& unit) {
+  __device__ void reduce_fc(const Params& p, const Unit& unit, const Counters& counters) {
     const i32 tile = unit.batch_tile * p.fc_tiles + unit.weight_tile;
-    wait_all(p.counters + FIRST_TILE_COUNTER + tile, p.fc_splits);
+    wait_all(counters.fc_tiles + tile, p.fc_splits);
     for (i32 item = unit.split; item < 2 * GROUPS; item += p.fc_splits) {
       const i32 half = item & 1, group_row = unit.batch_tile * BATCH_TILE + item / 2 * 8;
       const i32 in_segment = warp % 4 * 16 + lane / 4;
@@ -533,31 +546,38 @@ struct Consumer {
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum += shared.warp_sums[i][thread - 128];
-        const i64 slot = unit.weight_tile * 2 + half;
-        p.square_sums[slot * p.batch_tiles * BATCH_TILE + group_row + thread - 128] = sum;
+        const i64 row = group_row + thread - 128;
+        p.square_sums[row * p.fc_tiles * 2 + unit.weight_tile * 2 + half] = sum;
       }
       named_barrier(1, CONSUMERS);
     }
     proxy_fence();
-    publish(p.counters + HIDDEN_READY);
+    publish(counters.hidden_ready);
   }
 
-  __device__ void run_kv(const Params& p, const Unit& unit, i32 fc_units, i32* tile_counters) {
-    const i32 blocks = (p.hidden_size + TILE_K - 1) / TILE_K;
-    const i32 mine =
-        share(blocks, unit.split + 1, p.kv_splits) - share(blocks, unit.split, p.kv_splits);
-    clear();
-    multiply_kv<0>(mine);
-    wait_all(p.counters + HIDDEN_READY, fc_units);
-    if (thread < BATCH_TILE) {
-      const i32 pitch = p.batch_tiles * BATCH_TILE;
-      const float* from = p.square_sums + unit.batch_tile * BATCH_TILE + thread;
+  // 1 / RMS of `hidden` for every row of the batch tile, a row a warp at a time.
+  __device__ __forceinline__ void load_inverse_rms(const Params& p, i32 batch_tile) {
+    const i32 parts = 2 * p.fc_tiles;
+    const float* from = p.square_sums + static_cast<i64>(batch_tile) * BATCH_TILE * parts;
+#pragma unroll
+    for (int i = 0; i < BATCH_TILE / 8; ++i) {
+      const i32 row = i * 8 + warp;
       float sum = 0.f;
-#pragma unroll 8
-      for (i32 slot = 0; slot < 2 * p.fc_tiles; ++slot) sum += __ldcg(from + slot * pitch);
-      shared.inverse_rms[thread] = rsqrtf(sum / p.hidden_size + p.eps);
+      for (i32 part = lane; part < parts; part += 32) sum += __ldcg(from + row * parts + part);
+      sum = warp_sum(sum);
+      if (lane == 0) shared.inverse_rms[row] = rsqrtf(sum / p.hidden_size + p.eps);
     }
-    multiply_kv<1>(mine);
+  }
+
+  __device__ void run_kv(const Params& p, const Unit& unit, const Counters& counters,
+                         i32 fc_units) {
+    const i32 steps =
+        share(kv_steps(p), unit.split + 1, p.kv_splits) - share(kv_steps(p), unit.split, p.kv_splits);
+    clear();
+    multiply_kv<0>(steps);
+    wait_all(counters.hidden_ready, fc_units);
+    load_inverse_rms(p, unit.batch_tile);
+    multiply_kv<1>(steps);
     named_barrier(1, CONSUMERS);
     const i32 tile = unit.batch_tile * p.kv_tiles + unit.weight_tile;
 #pragma unroll
@@ -569,13 +589,13 @@ struct Consumer {
       *partial(p, tile, p.kv_splits, unit.split, GROUPS, item) =
           make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2], e[3] + odd * h[3]);
     }
-    publish(tile_counters + tile);
+    publish(counters.kv_tiles + tile);
   }
 
-  __device__ void reduce_kv(const Params& p, const Unit& unit, const i32* tile_counters) {
+  __device__ void reduce_kv(const Params& p, const Unit& unit, const Counters& counters) {
     const i32 tile = unit.batch_tile * p.kv_tiles + unit.weight_tile;
     const KvTile rows = kv_tile_at(p, unit.weight_tile);
-    wait_all(tile_counters + tile, p.kv_splits);
+    wait_all(counters.kv_tiles + tile, p.kv_splits);
     for (i32 item = unit.split; item < GROUPS; item += p.kv_splits) {
       const float4 s = reduce(p, tile, p.kv_splits, GROUPS, item);
       const float values[2][2] = {{s.x, s.y}, {s.z, s.w}};
@@ -719,15 +739,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) u8 raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   const i32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const i32 blocks = gridDim.x;
+  const i32 first = blockIdx.x, blocks = gridDim.x;
   const i32 fc_units = p.fc_tiles * p.fc_splits * p.batch_tiles;
   const i32 kv_units = p.kv_tiles * p.kv_splits * p.batch_tiles;
-  i32* kv_counters = p.counters + FIRST_TILE_COUNTER + p.fc_tiles * p.batch_tiles;
+  const i32 turn = *reinterpret_cast<volatile i32*>(p.counters);
+  i32* set = p.counters + 32 + turn * NUM_COUNTERS;
+  const Counters counters{set, set + 32, set + 64, set + 64 + p.fc_tiles * p.batch_tiles};
 
   if (thread == 0) {
-    for (int i = 0; i < NUM_TILES; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), 8 * CLUSTER);
+    for (int i = 0; i < WEIGHT_TILES; ++i) {
+      barrier_init(shared_address(&shared.weights_full[i]), 1);
+      barrier_init(shared_address(&shared.weights_empty[i]), 8 * CLUSTER);
+    }
+    for (int i = 0; i < BATCH_TILES; ++i) {
+      barrier_init(shared_address(&shared.batch_full[i]), 1);
+      barrier_init(shared_address(&shared.batch_empty[i]), 8 * CLUSTER);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     proxy_fence();
@@ -740,52 +766,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    if (warp == 8) {
-      if (lane == 0) {
-        Producer producer{shared, Cursor(), CLUSTER == 1 ? 0 : cluster_rank()};
-        prefetch_map(&p.fc_map);
-        prefetch_map(&p.kv_map);
-        for (i32 u = blockIdx.x; u < fc_units; u += blocks) {
-          producer.feed_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
-        }
-        for (i32 u = blockIdx.x; u < kv_units; u += blocks) {
-          producer.feed_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), fc_units);
-        }
+    const u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
+    if (warp == 8 && lane == 0) {
+      WeightProducer producer{shared, rank};
+      for (i32 u = first; u < fc_units; u += blocks) {
+        producer.feed_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
       }
-    } else {
-      for (i32 row = blockIdx.x + (warp - 9) * blocks; row < p.rows; row += ROW_WARPS * blocks) {
-        prepare_row(p, row, lane);
+      for (i32 u = first; u < kv_units; u += blocks) {
+        producer.feed_kv(p, unit_at(u, p.kv_tiles, p.kv_splits));
+      }
+    } else if (warp == 9 && lane == 0) {
+      BatchProducer producer{shared, rank};
+      for (i32 u = first; u < fc_units; u += blocks) {
+        producer.feed_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
+      }
+      for (i32 u = first; u < kv_units; u += blocks) {
+        producer.feed_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), counters, fc_units);
+      }
+    } else if (warp >= 10) {
+      const i32 begin = first + (warp - 10) * blocks, stride = ROW_WARPS * blocks;
+      for (i32 row = begin; row < p.rows; row += stride) prepare_embedding(p, row, lane);
+      proxy_fence();
+      __syncwarp();
+      if (lane == 0) count_up(counters.embeds_ready);
+      for (i32 row = begin; row < p.rows; row += stride) keep_row(p, row, lane);
+      if (first == 0 && warp == 10) {
+        i32* other = p.counters + 32 + (1 - turn) * NUM_COUNTERS;
+        for (i32 i = lane; i < NUM_COUNTERS; i += 32) other[i] = 0;
       }
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    Consumer consumer{shared, Cursor(), thread, lane, warp, warp / 4};
-    for (i32 u = blockIdx.x; u < fc_units; u += blocks) {
-      consumer.run_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
+    Consumer consumer{shared, thread, lane, warp, warp / 4};
+    for (i32 u = first; u < fc_units; u += blocks) {
+      consumer.run_fc(p, unit_at(u, p.fc_tiles, p.fc_splits), counters);
     }
-    for (i32 u = blockIdx.x; u < fc_units; u += blocks) {
-      consumer.reduce_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
+    for (i32 u = first; u < fc_units; u += blocks) {
+      consumer.reduce_fc(p, unit_at(u, p.fc_tiles, p.fc_splits), counters);
     }
-    for (i32 u = blockIdx.x; u < kv_units; u += blocks) {
-      consumer.run_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), fc_units, kv_counters);
+    for (i32 u = first; u < kv_units; u += blocks) {
+      consumer.run_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), counters, fc_units);
     }
-    for (i32 u = blockIdx.x; u < kv_units; u += blocks) {
-      consumer.reduce_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), kv_counters);
+    for (i32 u = first; u < kv_units; u += blocks) {
+      consumer.reduce_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), counters);
+    }
+    if (first == 0 && thread == 0) {
+      wait_for_count(counters.embeds_ready, ROW_WARPS * blocks);  // every block has read `turn`
+      *reinterpret_cast<volatile i32*>(p.counters) = 1 - turn;
     }
   }
-
-  // A peer may still be arriving at this block's barriers.
-  __syncwarp();
-  if (CLUSTER == 1) {
-    __syncthreads();
-  } else {
+  if (CLUSTER > 1) {  // a peer may still be arriving at this block's barriers
+    __syncwarp();
     cluster_sync();
-  }
-  if (thread == 0) {
-    __threadfence();
-    if (atomicAdd(p.counters + BLOCKS_OUT, 1) == blocks - 1) {
-      const i32 used = FIRST_TILE_COUNTER + (p.fc_tiles + p.kv_tiles) * p.batch_tiles;
-      for (i32 i = 0; i < used; ++i) p.counters[i] = 0;
-    }
   }
 }

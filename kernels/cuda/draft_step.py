@@ -26,10 +26,12 @@ AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
 
 MAX_ROWS = 512  # above, library matmuls with 128 x 256 tiles are as fast
 THREADS = 384
-FC_ROWS, KV_ROWS, TILE_K, TILE_BYTES = 256, 128, 64, 16384
-NUM_TILES = 13  # 208 KiB of the 227 KiB that a block can have
+FC_ROWS, KV_ROWS, TILE_K, WEIGHT_BYTES = 256, 128, 64, 16384
+# Weight and batch tiles in shared memory, by batch tile: what fits 227 KiB, with as many bytes of
+# weights in flight as that leaves.
+RINGS = {8: (12, 8), 16: (12, 8), 32: (11, 8), 64: (10, 6), 128: (9, 4)}
 MAX_KV_SPLITS = 32  # arbitrary
-NUM_COUNTERS = 4096
+NUM_COUNTERS = 1024  # of each of the two sets, behind 32 integers of which the first is the turn
 PAIR_FROM = 64  # batch tile from which two blocks share loads
 POOLS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -234,7 +236,9 @@ def _defines(
         ("BATCH_TILE", batch_tile),
         ("CLUSTER", cluster),
         ("SHARE_BATCH", int(share_batch)),
-        ("NUM_TILES", NUM_TILES),
+        ("WEIGHT_TILES", RINGS[batch_tile][0]),
+        ("BATCH_TILES", RINGS[batch_tile][1]),
+        ("NUM_COUNTERS", NUM_COUNTERS),
     ]
     if dtype == torch.float16:
         defines.append(("WEIGHTS_ARE_HALF", 1))
@@ -245,6 +249,11 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _rounded(scale: float | None, dtype: torch.dtype) -> float:
+    """torch casts the scale, a float32 tensor on the GPU, to the dividend's dtype."""
+    return 1.0 if scale is None else torch.tensor(scale).to(dtype).item()
+
+
 def _is_wide(tensor: torch.Tensor | None) -> int:
     return int(tensor is not None and tensor.dtype == torch.int64)
 
@@ -252,7 +261,9 @@ def _is_wide(tensor: torch.Tensor | None) -> int:
 def _shared_bytes(batch_tile: int) -> int:
     """sizeof(Shared), rounded up, as draft_step.cu lays it out."""
     staging = 8 * (KV_ROWS + 4) * 4
-    used = NUM_TILES * (TILE_BYTES + 16) + 4 * batch_tile + 256 + staging
+    weight_tiles, batch_tiles = RINGS[batch_tile]
+    tiles = weight_tiles * WEIGHT_BYTES + batch_tiles * batch_tile * TILE_K * 2
+    used = tiles + 16 * (weight_tiles + batch_tiles) + 4 * batch_tile + 256 + staging
     return ceil_div(used, 1024) * 1024
 
 
@@ -295,7 +306,7 @@ def write_draft_kv(
     )
 
     sizes = {
-        "counters": 4 * NUM_COUNTERS,
+        "counters": 4 * (32 + 2 * NUM_COUNTERS),
         "square_sums": 8 * plan.fc_tiles * plan.padded_rows,
         "embed_rows": 2 * rows * hidden,
         "hidden_rows": 2 * rows * hidden,
@@ -380,8 +391,8 @@ def write_draft_kv(
         pool=POOLS.index(k_buffer.dtype),
         has_k_scale=int(scaled and k_scale is not None),
         has_v_scale=int(scaled and v_scale is not None),
-        k_scale=1.0 if k_scale is None else k_scale,
-        v_scale=1.0 if v_scale is None else v_scale,
+        k_scale=_rounded(k_scale, dtype),
+        v_scale=_rounded(v_scale, dtype),
         eps=layer.rms_norm_eps,
     )
     shared_bytes = _shared_bytes(plan.batch_tile)

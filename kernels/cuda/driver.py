@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -66,7 +67,8 @@ def load_kernel(name: str, defines: tuple[tuple[str, int], ...], shared_bytes: i
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{key}={value}" for key, value in defines))
     version = cupy.cuda.nvrtc.getVersion()
     key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()
-    cubin = Path(cupy.cuda.compiler.get_cache_dir()) / f"fused_fallback_{key}.cubin"
+    cache = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
+    cubin = Path(cache).expanduser() / f"fused_fallback_{key}.cubin"
     if not cubin.exists():
         program = cupy.cuda.nvrtc.createProgram(source, "draft_step.cu", (), ())
         try:

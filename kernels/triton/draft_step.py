@@ -438,8 +438,8 @@ def store(
         k_buffer.shape[0],
         k_buffer.stride(0),
         v_buffer.stride(0),
-        1.0 if k_scale is None else k_scale,
-        1.0 if v_scale is None else v_scale,
+        _rounded(k_scale, kv),
+        _rounded(v_scale, kv),
         HEADS=layer.num_kv_heads,
         HEAD_DIM=layer.head_dim,
         ROTARY_DIM=layer.rotary_dim,
@@ -450,6 +450,13 @@ def store(
         BLOCK_D=triton.next_power_of_2(layer.head_dim),
         num_warps=1,
     )
+
+
+def _rounded(scale: float | None, kv: torch.Tensor) -> float:
+    """torch on a GPU casts the scale, a float32 tensor there, to the dividend's dtype."""
+    if scale is None or not kv.is_cuda:
+        return 1.0 if scale is None else scale
+    return torch.tensor(scale).to(kv.dtype).item()
 
 
 def capture_aux_hidden_states(
