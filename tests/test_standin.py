@@ -33,7 +33,7 @@ class Pool:
 
     def __init__(self, seq_lens: list[int], *, heads: int, kv_heads: int, head_dim: int) -> None:
         generator = torch.Generator().manual_seed(len(seq_lens))
-        self.generator, self.scale = generator, head_dim**-0.5
+        self.generator, self.scale = generator, 0.2
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.keys = torch.randn(SLOTS, kv_heads, head_dim, generator=generator)
         self.values = torch.randn(SLOTS, kv_heads, head_dim, generator=generator)
@@ -55,7 +55,8 @@ class Pool:
             torch.stack([pool[slot] for slot in slots], dim=1).double().repeat_interleave(group, 0)
             for pool in (self.keys, self.values)
         )
-        return F.scaled_dot_product_attention(query.double()[:, None], key, value)[:, 0]
+        rows = query.double()[:, None]
+        return F.scaled_dot_product_attention(rows, key, value, scale=self.scale)[:, 0]
 
     def decode(self, query, key=None, value=None, loc=None, *, requests=ALL) -> torch.Tensor:
         output = torch.full_like(query, torch.nan)
