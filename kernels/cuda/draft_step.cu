@@ -1,23 +1,25 @@
 // The whole draft step in one persistent launch on Hopper.
 //
-// Blocks: one a multiprocessor, all resident (a cooperative launch). Warps 0-7 are two warpgroups
-// of wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring of batch tiles, warps
-// 10-11 take batch rows: stages capture_aux_hidden_states and build_draft_input, and the embedding
-// with its norm.
+// Blocks: one a multiprocessor, all resident (a cooperative launch), in clusters of CLUSTER. Warps
+// 0-7 are two warpgroups of wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring
+// of batch tiles, warps 10-11 take batch rows: stages capture_aux_hidden_states and
+// build_draft_input, and the embedding with its norm.
 //
-// Stage write_draft_kv is two matmuls that both read their weights once:
-//   1. fc: 256 weight rows x BATCH_TILE batch rows a unit, split over K. The blocks of one tile
-//      leave float32 partial sums, wait for each other, and each reduces a share in a fixed order
-//      to `hidden` = fc output * hidden_norm weight, and the row's sum of squares.
-//   2. K and V: 128 weight rows x BATCH_TILE a unit, split over K; each split takes a share of the
-//      embedding half first, then of the hidden half. The RMS of `hidden` scales the float32 sums of its half, so nobody waits for
-//      a row's norm before multiplying. The blocks of a tile reduce again, rotate, convert, store.
+// Stage write_draft_kv is two matmuls that read their weights once. A cluster takes a tile of weight
+// rows and all batch rows, and splits K over its blocks; the partial sums meet in shared memory,
+// where each block adds up a share of the tile in the order of the ranks.
+//   1. fc: 256 weight rows. The sums become `hidden` = fc output * hidden_norm weight, with the sum
+//      of squares of each row beside it.
+//   2. K and V: 128 weight rows, first the embedding half of K, then the hidden half. Their weights
+//      are on the way while fc is being added up. 1 / RMS of `hidden` scales the float32 sums of its
+//      half, so nobody waits for a row's norm before multiplying. Then rotate, convert, store.
+// One device-wide dependency is left: every block needs the whole of `hidden`.
 //
 // A padding row (negative slot) gets a zero embedding row and stores nothing; its columns of the
 // products meet no other row. Rows past the batch are zero-filled by the copy engine.
 //
-// Compile-time: BATCH_TILE (8 to 128), CLUSTER (1, 2), SHARE_BATCH (pairs share batch tiles, else
-// weight tiles), WEIGHT_TILES and BATCH_TILES of the rings, WEIGHTS_ARE_HALF.
+// Compile-time: BATCH_TILE (8 to 128 rows), CLUSTER (1 to 8), WEIGHT_TILES and BATCH_TILES of the
+// rings, SLOTS of the exchange, WEIGHTS_ARE_HALF.
 
 constexpr int CONSUMERS = 256;
 constexpr int THREADS = 384;
@@ -29,16 +31,17 @@ constexpr int FC_ROWS = 256;
 constexpr int KV_ROWS = 128;
 constexpr int GROUPS = BATCH_TILE / 8;
 constexpr int PITCH = KV_ROWS + 4;
-constexpr bool SHARE_WEIGHTS = CLUSTER == 2 && !SHARE_BATCH;
-constexpr bool SHARE_X = CLUSTER == 2 && SHARE_BATCH;
-constexpr int BATCH_BOX = SHARE_X ? BATCH_TILE / 2 : BATCH_TILE;
+constexpr int FC_ITEMS = 2 * GROUPS;  // an item of a tile's sums: four registers of every consumer
+constexpr int KV_ITEMS = GROUPS;
+constexpr int ITEM_BYTES = CONSUMERS * 16;
+constexpr int NUM_COUNTERS = 64;
 
 enum { POOL_BF16, POOL_FP16, POOL_E4M3, POOL_E5M2 };
 
 struct Params {
   TensorMap fc_map;         // [H, aux width], box 64 rows
   TensorMap kv_map;         // [2 * heads * head_dim, 2 * H], box 64 rows
-  TensorMap aux_maps[4];    // [rows, part width], box BATCH_BOX rows
+  TensorMap aux_maps[4];    // [rows, part width], box BATCH_TILE rows
   TensorMap embed_map;      // [rows, H] normed embeddings
   TensorMap hidden_map;     // [rows, H] fc output * hidden_norm
   const u16* aux[4];        // [rows, part width]
@@ -67,14 +70,13 @@ struct Params {
   i64 num_embeds;
   u16* embed_rows;          // [rows, H] workspace behind embed_map
   u16* hidden_rows;         // [rows, H] workspace behind hidden_map
-  float* square_sums;       // [batch_tiles * BATCH_TILE, 2 * fc_tiles] workspace
-  float* partials;          // workspace
-  i32* counters;            // workspace, zero before and after: see Counters
+  float* square_sums;       // [BATCH_TILE, 2 * fc_tiles] workspace
+  i32* counters;            // workspace, zero at first: see Counters
   i32 rows, hidden_size;
   i32 num_parts, part_width;          // of aux
   i32 num_map_parts, map_part_width;  // of aux_maps: one packed workspace where a norm precedes fc
   i32 heads, head_dim, rotary_dim, is_neox;
-  i32 fc_tiles, fc_splits, kv_tiles, kv_splits, batch_tiles;
+  i32 fc_tiles, kv_tiles;
   i32 tokens_wide, seq_lens_wide, requests_wide, slots_wide;  // int64 if set, else int32
   i32 gather_embeds, pool;
   i32 has_k_scale, has_v_scale;
@@ -85,16 +87,16 @@ struct Params {
 // first block zeroes the other set and flips `turn` for the next launch.
 struct Counters {
   i32* embeds_ready;  // row warps of all blocks
-  i32* hidden_ready;  // fc units
-  i32* fc_tiles;      // units a tile
-  i32* kv_tiles;      // units a tile
+  i32* hidden_ready;  // shares of all fc tiles
 };
 
 struct alignas(1024) Shared {
   u8 weights[WEIGHT_TILES][WEIGHT_BYTES];
   u8 batch[BATCH_TILES][BATCH_BYTES];
   u64 weights_full[WEIGHT_TILES], weights_empty[WEIGHT_TILES];
+  float4 exchange[SLOTS][CLUSTER][CONSUMERS];  // [slot][rank that sent it][consumer]
   u64 batch_full[BATCH_TILES], batch_empty[BATCH_TILES];
+  u64 exchange_full, exchange_empty;
   float inverse_rms[BATCH_TILE];
   float warp_sums[8][8];
   union {
@@ -115,27 +117,13 @@ struct Cursor {
   }
 };
 
-struct Unit {
-  i32 weight_tile, batch_tile, split;
+// The steps along K of one rank.
+struct Range {
+  i32 begin, end;
 };
 
-// Neighbouring blocks form a pair: two weight tiles of one batch tile, or the reverse.
-__device__ __forceinline__ Unit unit_at(i32 index, i32 weight_tiles, i32 splits) {
-  constexpr int PAIRED_WEIGHTS = SHARE_X ? 2 : 1;
-  constexpr int PAIRED_BATCH = SHARE_WEIGHTS ? 2 : 1;
-  const i32 inner = index % CLUSTER;
-  index /= CLUSTER;
-  const i32 groups = weight_tiles / PAIRED_WEIGHTS;
-  Unit unit;
-  unit.weight_tile = (index % groups) * PAIRED_WEIGHTS + (SHARE_X ? inner : 0);
-  index /= groups;
-  unit.split = index % splits;
-  unit.batch_tile = (index / splits) * PAIRED_BATCH + (SHARE_WEIGHTS ? inner : 0);
-  return unit;
-}
-
-__device__ __forceinline__ i32 share(i32 total, i32 part, i32 parts) {
-  return static_cast<i32>(static_cast<i64>(total) * part / parts);
+__device__ __forceinline__ Range share(i32 steps, i32 rank) {
+  return {steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER};
 }
 
 // Steps of 64 along K. A step does not cross from one aux tensor into the next.
@@ -146,6 +134,11 @@ __device__ __forceinline__ i32 fc_steps(const Params& p) {
 // Of either half.
 __device__ __forceinline__ i32 kv_steps(const Params& p) {
   return (p.hidden_size + TILE_K - 1) / TILE_K;
+}
+
+// Ranks that add up a share of an fc tile, over all tiles.
+__device__ __forceinline__ i32 hidden_shares(const Params& p) {
+  return p.fc_tiles * (FC_ITEMS < CLUSTER ? FC_ITEMS : CLUSTER);
 }
 
 // Rows of kv_proj behind a tile of 128: whole heads, or, where a head is wider than a tile, the
@@ -251,11 +244,10 @@ __device__ __forceinline__ void wait_empty(u64 (&empty)[TILES], const Cursor<TIL
   barrier_wait(shared_address(&empty[at.tile]), at.parity ^ 1);
 }
 
-// Weights depend on nothing: the ring fills with K and V weights while fc is being reduced, and
-// what does not fit is on its way into L2.
+// Weights depend on nothing: the ring fills with K and V weights while fc is being added up.
 struct WeightProducer {
   Shared& shared;
-  u32 rank;
+  i32 rank;
   Cursor<WEIGHT_TILES> cursor;
 
   __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 first, i32 second) {
@@ -263,21 +255,16 @@ struct WeightProducer {
     const u32 to = shared_address(shared.weights[cursor.tile]);
     const u32 full = shared_address(&shared.weights_full[cursor.tile]);
     barrier_expect(full, WEIGHT_BYTES);
-    if (SHARE_WEIGHTS) {
-      copy_tile_multicast(to + rank * (WEIGHT_BYTES / 2), map, full, column, rank ? second : first,
-                          EVICT_FIRST, 3);
-    } else {
-      copy_tile(to, map, full, column, first, EVICT_FIRST);
-      copy_tile(to + WEIGHT_BYTES / 2, map, full, column, second, EVICT_FIRST);
-    }
+    copy_tile(to, map, full, column, first, EVICT_FIRST);
+    copy_tile(to + WEIGHT_BYTES / 2, map, full, column, second, EVICT_FIRST);
     cursor.advance();
   }
 
-  __device__ void feed_fc(const Params& p, const Unit& unit) {
+  __device__ void feed_fc(const Params& p, i32 tile) {
     const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
-    const i32 row = unit.weight_tile * FC_ROWS;
-    const i32 end = share(fc_steps(p), unit.split + 1, p.fc_splits);
-    for (i32 k = share(fc_steps(p), unit.split, p.fc_splits); k < end; ++k) {
+    const i32 row = tile * FC_ROWS;
+    const Range range = share(fc_steps(p), rank);
+    for (i32 k = range.begin; k < range.end; ++k) {
       const i32 part = k / steps_per_part;
       const i32 column = part * p.map_part_width + k % steps_per_part * TILE_K;
       load(&p.fc_map, column, row, row + 64);
@@ -285,21 +272,11 @@ struct WeightProducer {
     }
   }
 
-  __device__ void feed_kv(const Params& p, const Unit& unit) {
-    const i32 begin = share(kv_steps(p), unit.split, p.kv_splits);
-    const i32 end = share(kv_steps(p), unit.split + 1, p.kv_splits);
-    const KvTile rows = kv_tile_at(p, unit.weight_tile);
-    if (!SHARE_WEIGHTS || rank == 0) {
-      for (i32 half = 0; half < 2; ++half) {
-        for (i32 k = begin; k < end; ++k) {
-          const i32 column = half * p.hidden_size + k * TILE_K;
-          prefetch_tile(&p.kv_map, column, rows.first);
-          prefetch_tile(&p.kv_map, column, rows.second);
-        }
-      }
-    }
+  __device__ void feed_kv(const Params& p, i32 tile) {
+    const Range range = share(kv_steps(p), rank);
+    const KvTile rows = kv_tile_at(p, tile);
     for (i32 half = 0; half < 2; ++half) {
-      for (i32 k = begin; k < end; ++k) {
+      for (i32 k = range.begin; k < range.end; ++k) {
         load(&p.kv_map, half * p.hidden_size + k * TILE_K, rows.first, rows.second);
       }
     }
@@ -308,46 +285,33 @@ struct WeightProducer {
 
 struct BatchProducer {
   Shared& shared;
-  u32 rank;
+  i32 rank;
   Cursor<BATCH_TILES> cursor;
 
-  __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 row) {
+  __device__ __forceinline__ void load(const TensorMap* map, i32 column) {
     wait_empty(shared.batch_empty, cursor);
-    const u32 to = shared_address(shared.batch[cursor.tile]);
     const u32 full = shared_address(&shared.batch_full[cursor.tile]);
     barrier_expect(full, BATCH_BYTES);
-    if (SHARE_X) {
-      copy_tile_multicast(to + rank * (BATCH_BYTES / 2), map, full, column, row + rank * BATCH_BOX,
-                          EVICT_LAST, 3);
-    } else {
-      copy_tile(to, map, full, column, row, EVICT_LAST);
-    }
+    copy_tile(shared_address(shared.batch[cursor.tile]), map, full, column, 0, EVICT_LAST);
     cursor.advance();
   }
 
-  __device__ void feed_fc(const Params& p, const Unit& unit) {
+  __device__ void feed_fc(const Params& p) {
     const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
-    const i32 end = share(fc_steps(p), unit.split + 1, p.fc_splits);
-    for (i32 k = share(fc_steps(p), unit.split, p.fc_splits); k < end; ++k) {
-      load(&p.aux_maps[k / steps_per_part], k % steps_per_part * TILE_K,
-           unit.batch_tile * BATCH_TILE);
+    const Range range = share(fc_steps(p), rank);
+    for (i32 k = range.begin; k < range.end; ++k) {
+      load(&p.aux_maps[k / steps_per_part], k % steps_per_part * TILE_K);
     }
   }
 
-  __device__ void feed_kv(const Params& p, const Unit& unit, const Counters& counters,
-                          i32 fc_units) {
-    const i32 begin = share(kv_steps(p), unit.split, p.kv_splits);
-    const i32 end = share(kv_steps(p), unit.split + 1, p.kv_splits);
+  __device__ void feed_kv(const Params& p, const Counters& counters) {
+    const Range range = share(kv_steps(p), rank);
     wait_for_count(counters.embeds_ready, ROW_WARPS * gridDim.x);
     proxy_fence();
-    for (i32 k = begin; k < end; ++k) {
-      load(&p.embed_map, k * TILE_K, unit.batch_tile * BATCH_TILE);
-    }
-    wait_for_count(counters.hidden_ready, fc_units);
+    for (i32 k = range.begin; k < range.end; ++k) load(&p.embed_map, k * TILE_K);
+    wait_for_count(counters.hidden_ready, hidden_shares(p));
     proxy_fence();
-    for (i32 k = begin; k < end; ++k) {
-      load(&p.hidden_map, k * TILE_K, unit.batch_tile * BATCH_TILE);
-    }
+    for (i32 k = range.begin; k < range.end; ++k) load(&p.hidden_map, k * TILE_K);
   }
 };
 
@@ -355,7 +319,8 @@ struct BatchProducer {
 
 struct Consumer {
   Shared& shared;
-  i32 thread, lane, warp, group;  // group: the warpgroup, 0 or 1
+  i32 rank, thread, lane, warp, group;  // group: the warpgroup, 0 or 1
+  u32 passes;                           // of the exchange so far
   Cursor<WEIGHT_TILES> weights;
   Cursor<BATCH_TILES> batch;
   float sums[2][BATCH_TILE / 2];
@@ -376,14 +341,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release(u64* empty) {
-    if (lane == 0) {
-      if (CLUSTER == 1) {
-        barrier_arrive(shared_address(empty));
-      } else {
-        barrier_arrive_remote(shared_address(empty), 0);
-        barrier_arrive_remote(shared_address(empty), 1);
-      }
-    }
+    if (lane == 0) barrier_arrive(shared_address(empty));
   }
 
   // A step of fc: one batch tile, weight rows 0-127 and 128-255, one of them for each warpgroup.
@@ -454,167 +412,168 @@ struct Consumer {
     }
   }
 
-  // All consumers' writes before the call are visible to whoever waits for the counter.
-  __device__ __forceinline__ void publish(i32* counter) {
-    named_barrier(1, CONSUMERS);
-    if (thread == 0) count_up(counter);
-  }
-
-  __device__ __forceinline__ void wait_all(const i32* counter, i32 count) {
-    if (thread == 0) wait_for_count(counter, count);
-    named_barrier(1, CONSUMERS);
-  }
-
-  // Partial sums keep the accumulators' own order: item, then thread, then four registers.
-  __device__ __forceinline__ float4* partial(const Params& p, i32 tile, i32 splits, i32 split,
-                                             i32 items, i32 item) {
-    const i64 index = (static_cast<i64>(tile) * splits + split) * items + item;
-    return reinterpret_cast<float4*>(p.partials) + index * CONSUMERS + thread;
-  }
-
-  __device__ __forceinline__ float4 reduce(const Params& p, i32 tile, i32 splits, i32 items,
-                                           i32 item) {
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (i32 split = 0; split < splits; ++split) {
-      const float4 x = __ldcg(partial(p, tile, splits, split, items, item));
-      total.x += x.x;
-      total.y += x.y;
-      total.z += x.z;
-      total.w += x.w;
-    }
-    return total;
-  }
-
-  __device__ void run_fc(const Params& p, const Unit& unit, const Counters& counters) {
-    clear();
-    multiply_fc(share(fc_steps(p), unit.split + 1, p.fc_splits) -
-                share(fc_steps(p), unit.split, p.fc_splits));
-    const i32 tile = unit.batch_tile * p.fc_tiles + unit.weight_tile;
+  // Items of a tile go round the ranks: item i to rank i % CLUSTER, in passes of SLOTS each.
+  // `give(item)` is this thread's four partial sums; `take(item, total)` adds a share up.
+  template <int ITEMS, typename Give, typename Take>
+  __device__ __forceinline__ void exchange(Give give, Take take) {
+    const u32 full = shared_address(&shared.exchange_full);
+    const u32 empty = shared_address(&shared.exchange_empty);
+    constexpr int PER_PASS = CLUSTER * SLOTS;
 #pragma unroll
-    for (int item = 0; item < 2 * GROUPS; ++item) {
-      const float* s = &sums[item & 1][item / 2 * 4];
-      *partial(p, tile, p.fc_splits, unit.split, 2 * GROUPS, item) =
-          make_float4(s[0], s[1], s[2], s[3]);
+    for (int begin = 0; begin < ITEMS; begin += PER_PASS) {
+      const i32 count = min(ITEMS - begin, PER_PASS);
+      const i32 mine = (count - rank + CLUSTER - 1) / CLUSTER;
+      const u32 parity = passes & 1;
+      if (thread == 0) barrier_expect(full, mine * CLUSTER * ITEM_BYTES);
+      barrier_wait(empty, parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < PER_PASS; ++i) {
+        if (begin + i < ITEMS) {
+          send_remote(shared_address(&shared.exchange[i / CLUSTER][rank][thread]), full,
+                      i % CLUSTER, give(begin + i));
+        }
+      }
+      barrier_wait(full, parity);
+      for (i32 slot = 0; slot < mine; ++slot) {
+        float4 total = shared.exchange[slot][0][thread];
+#pragma unroll
+        for (int from = 1; from < CLUSTER; ++from) {
+          const float4 x = shared.exchange[slot][from][thread];
+          total.x += x.x;
+          total.y += x.y;
+          total.z += x.z;
+          total.w += x.w;
+        }
+        take(begin + slot * CLUSTER + rank, total);
+      }
+      named_barrier(1, CONSUMERS);
+      if (thread < CLUSTER) barrier_arrive_remote(empty, thread);
+      ++passes;
     }
-    publish(counters.fc_tiles + tile);
+  }
+
+  __device__ void run_fc(const Params& p, i32 tile, const Counters& counters) {
+    const Range range = share(fc_steps(p), rank);
+    clear();
+    multiply_fc(range.end - range.begin);
+    exchange<FC_ITEMS>(
+        [&](int item) {
+          const float* s = &sums[item & 1][item / 2 * 4];
+          return make_float4(s[0], s[1], s[2], s[3]);
+        },
+        [&](i32 item, const float4& total) { store_hidden(p, tile, item, total); });
+    if (rank < FC_ITEMS) {
+      proxy_fence();
+      named_barrier(1, CONSUMERS);
+      if (thread == 0) count_up(counters.hidden_ready);
+    }
   }
 
   // An item is 8 batch rows x 64 weight rows of each warpgroup.
-  __device__ void reduce_fc(const Params& p, const Unit& unit, const Counters& counters) {
-    const i32 tile = unit.batch_tile * p.fc_tiles + unit.weight_tile;
-    wait_all(counters.fc_tiles + tile, p.fc_splits);
-    for (i32 item = unit.split; item < 2 * GROUPS; item += p.fc_splits) {
-      const i32 half = item & 1, group_row = unit.batch_tile * BATCH_TILE + item / 2 * 8;
-      const i32 in_segment = warp % 4 * 16 + lane / 4;
-      const i32 n = unit.weight_tile * FC_ROWS + group * 128 + half * 64 + in_segment;
-      const float4 s = reduce(p, tile, p.fc_splits, 2 * GROUPS, item);
-      float values[2][2] = {{s.x, s.y}, {s.z, s.w}};  // [weight row n or n + 8][batch row]
-      const i32 column = lane % 4 * 2;
-      float squares[2] = {0.f, 0.f};
+  __device__ __forceinline__ void store_hidden(const Params& p, i32 tile, i32 item,
+                                               const float4& total) {
+    const i32 half = item & 1, first_row = item / 2 * 8;
+    const i32 in_segment = warp % 4 * 16 + lane / 4;
+    const i32 n = tile * FC_ROWS + group * 128 + half * 64 + in_segment;
+    const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};  // [n, n + 8][batch row]
+    const i32 column = lane % 4 * 2;
+    float squares[2] = {0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool valid = n + i * 8 < p.hidden_size;
-        const float bias = valid && p.fc_bias ? to_float(__ldg(p.fc_bias + n + i * 8)) : 0.f;
-        const float weight = valid ? to_float(__ldg(p.hidden_norm + n + i * 8)) : 0.f;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float h = values[i][j] + bias;
-          squares[j] += valid ? h * h : 0.f;
-          shared.staging.hidden[column + j][group][in_segment + i * 8] =
-              to_weight_dtype(h * weight);
-        }
-      }
+    for (int i = 0; i < 2; ++i) {
+      const bool valid = n + i * 8 < p.hidden_size;
+      const float bias = valid && p.fc_bias ? to_float(__ldg(p.fc_bias + n + i * 8)) : 0.f;
+      const float weight = valid ? to_float(__ldg(p.hidden_norm + n + i * 8)) : 0.f;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) {
-          squares[j] += __shfl_xor_sync(~0u, squares[j], offset);
-        }
-        if (lane < 4) shared.warp_sums[warp][column + j] = squares[j];
+        const float h = values[i][j] + bias;
+        squares[j] += valid ? h * h : 0.f;
+        shared.staging.hidden[column + j][group][in_segment + i * 8] = to_weight_dtype(h * weight);
       }
-      named_barrier(1, CONSUMERS);
-      if (thread < 128) {
-        const i32 row = thread / 16, segment = thread / 8 % 2, at = thread % 8 * 8;
-        const i32 to = unit.weight_tile * FC_ROWS + segment * 128 + half * 64 + at;
-        if (group_row + row < p.rows && to < p.hidden_size) {
-          *reinterpret_cast<uint4*>(p.hidden_rows +
-                                    static_cast<i64>(group_row + row) * p.hidden_size + to) =
-              *reinterpret_cast<const uint4*>(&shared.staging.hidden[row][segment][at]);
-        }
-      } else if (thread < 136) {
-        float sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum += shared.warp_sums[i][thread - 128];
-        const i64 row = group_row + thread - 128;
-        p.square_sums[row * p.fc_tiles * 2 + unit.weight_tile * 2 + half] = sum;
-      }
-      named_barrier(1, CONSUMERS);
     }
-    proxy_fence();
-    publish(counters.hidden_ready);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) {
+        squares[j] += __shfl_xor_sync(~0u, squares[j], offset);
+      }
+      if (lane < 4) shared.warp_sums[warp][column + j] = squares[j];
+    }
+    named_barrier(1, CONSUMERS);
+    if (thread < 128) {
+      const i32 row = first_row + thread / 16, segment = thread / 8 % 2, at = thread % 8 * 8;
+      const i32 to = tile * FC_ROWS + segment * 128 + half * 64 + at;
+      if (row < p.rows && to < p.hidden_size) {
+        *reinterpret_cast<uint4*>(p.hidden_rows + static_cast<i64>(row) * p.hidden_size + to) =
+            *reinterpret_cast<const uint4*>(&shared.staging.hidden[thread / 16][segment][at]);
+      }
+    } else if (thread < 136) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += shared.warp_sums[i][thread - 128];
+      p.square_sums[(first_row + thread - 128) * p.fc_tiles * 2 + tile * 2 + half] = sum;
+    }
+    named_barrier(1, CONSUMERS);
   }
 
-  // 1 / RMS of `hidden` for every row of the batch tile, a row a warp at a time.
-  __device__ __forceinline__ void load_inverse_rms(const Params& p, i32 batch_tile) {
+  // 1 / RMS of `hidden` for every row of the batch tile, BATCH_TILE / 8 rows a warp.
+  __device__ __forceinline__ void load_inverse_rms(const Params& p) {
     const i32 parts = 2 * p.fc_tiles;
-    const float* from = p.square_sums + static_cast<i64>(batch_tile) * BATCH_TILE * parts;
+    float totals[BATCH_TILE / 8];
+#pragma unroll
+    for (int i = 0; i < BATCH_TILE / 8; ++i) totals[i] = 0.f;
+    for (i32 part = lane; part < parts; part += 32) {
+#pragma unroll
+      for (int i = 0; i < BATCH_TILE / 8; ++i) {
+        totals[i] += __ldcg(p.square_sums + (i * 8 + warp) * parts + part);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < BATCH_TILE / 8; ++i) {
-      const i32 row = i * 8 + warp;
-      float sum = 0.f;
-      for (i32 part = lane; part < parts; part += 32) sum += __ldcg(from + row * parts + part);
-      sum = warp_sum(sum);
-      if (lane == 0) shared.inverse_rms[row] = rsqrtf(sum / p.hidden_size + p.eps);
+      const float total = warp_sum(totals[i]);
+      if (lane == 0) shared.inverse_rms[i * 8 + warp] = rsqrtf(total / p.hidden_size + p.eps);
     }
   }
 
-  __device__ void run_kv(const Params& p, const Unit& unit, const Counters& counters,
-                         i32 fc_units) {
-    const i32 steps =
-        share(kv_steps(p), unit.split + 1, p.kv_splits) - share(kv_steps(p), unit.split, p.kv_splits);
+  __device__ void run_kv(const Params& p, i32 tile, const Counters& counters) {
+    const Range range = share(kv_steps(p), rank);
+    const KvTile rows = kv_tile_at(p, tile);
     clear();
-    multiply_kv<0>(steps);
-    wait_all(counters.hidden_ready, fc_units);
-    load_inverse_rms(p, unit.batch_tile);
-    multiply_kv<1>(steps);
+    multiply_kv<0>(range.end - range.begin);
+    if (thread == 0) wait_for_count(counters.hidden_ready, hidden_shares(p));
     named_barrier(1, CONSUMERS);
-    const i32 tile = unit.batch_tile * p.kv_tiles + unit.weight_tile;
-#pragma unroll
-    for (int item = 0; item < GROUPS; ++item) {
-      const float* e = &sums[0][item * 4];
-      const float* h = &sums[1][item * 4];
-      const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
-      const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
-      *partial(p, tile, p.kv_splits, unit.split, GROUPS, item) =
-          make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2], e[3] + odd * h[3]);
-    }
-    publish(counters.kv_tiles + tile);
+    load_inverse_rms(p);
+    multiply_kv<1>(range.end - range.begin);
+    named_barrier(1, CONSUMERS);
+    exchange<KV_ITEMS>(
+        [&](int item) {
+          const float* e = &sums[0][item * 4];
+          const float* h = &sums[1][item * 4];
+          const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
+          const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
+          return make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2],
+                             e[3] + odd * h[3]);
+        },
+        [&](i32 item, const float4& total) { store_item(p, rows, item, total); });
   }
 
-  __device__ void reduce_kv(const Params& p, const Unit& unit, const Counters& counters) {
-    const i32 tile = unit.batch_tile * p.kv_tiles + unit.weight_tile;
-    const KvTile rows = kv_tile_at(p, unit.weight_tile);
-    wait_all(counters.kv_tiles + tile, p.kv_splits);
-    for (i32 item = unit.split; item < GROUPS; item += p.kv_splits) {
-      const float4 s = reduce(p, tile, p.kv_splits, GROUPS, item);
-      const float values[2][2] = {{s.x, s.y}, {s.z, s.w}};
+  // An item is 8 batch rows x the 128 weight rows of the tile.
+  __device__ __forceinline__ void store_item(const Params& p, const KvTile& rows, i32 item,
+                                             const float4& total) {
+    const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const i32 in_tile = warp * 16 + lane / 4 + i * 8;
-        const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
-        const bool valid = in_tile < rows.used && n < 2 * p.heads * p.head_dim;
-        const float bias = valid && p.kv_bias ? to_float(__ldg(p.kv_bias + n)) : 0.f;
+    for (int i = 0; i < 2; ++i) {
+      const i32 in_tile = warp * 16 + lane / 4 + i * 8;
+      const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
+      const bool valid = in_tile < rows.used && n < 2 * p.heads * p.head_dim;
+      const float bias = valid && p.kv_bias ? to_float(__ldg(p.kv_bias + n)) : 0.f;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          shared.staging.kv[lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
-        }
+      for (int j = 0; j < 2; ++j) {
+        shared.staging.kv[lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
       }
-      named_barrier(1, CONSUMERS);
-      store_kv(p, rows, unit.batch_tile * BATCH_TILE + item * 8 + thread / 32,
-               shared.staging.kv[thread / 32], lane * 4);
-      named_barrier(1, CONSUMERS);
     }
+    named_barrier(1, CONSUMERS);
+    store_kv(p, rows, item * 8 + thread / 32, shared.staging.kv[thread / 32], lane * 4);
+    named_barrier(1, CONSUMERS);
   }
 
   // Four neighbouring elements of one head: rotate, scale, convert, store.
@@ -740,49 +699,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   const i32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const i32 first = blockIdx.x, blocks = gridDim.x;
-  const i32 fc_units = p.fc_tiles * p.fc_splits * p.batch_tiles;
-  const i32 kv_units = p.kv_tiles * p.kv_splits * p.batch_tiles;
+  const i32 rank = CLUSTER == 1 ? 0 : cluster_rank();
+  const i32 cluster = first / CLUSTER, clusters = blocks / CLUSTER;
   const i32 turn = *reinterpret_cast<volatile i32*>(p.counters);
   i32* set = p.counters + 32 + turn * NUM_COUNTERS;
-  const Counters counters{set, set + 32, set + 64, set + 64 + p.fc_tiles * p.batch_tiles};
+  const Counters counters{set, set + 32};
 
   if (thread == 0) {
     for (int i = 0; i < WEIGHT_TILES; ++i) {
       barrier_init(shared_address(&shared.weights_full[i]), 1);
-      barrier_init(shared_address(&shared.weights_empty[i]), 8 * CLUSTER);
+      barrier_init(shared_address(&shared.weights_empty[i]), CONSUMERS / 32);
     }
     for (int i = 0; i < BATCH_TILES; ++i) {
       barrier_init(shared_address(&shared.batch_full[i]), 1);
-      barrier_init(shared_address(&shared.batch_empty[i]), 8 * CLUSTER);
+      barrier_init(shared_address(&shared.batch_empty[i]), CONSUMERS / 32);
     }
+    barrier_init(shared_address(&shared.exchange_full), 1);
+    barrier_init(shared_address(&shared.exchange_empty), CLUSTER);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     proxy_fence();
   }
-  if (CLUSTER == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();
-  }
+  cluster_sync();
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    const u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     if (warp == 8 && lane == 0) {
       WeightProducer producer{shared, rank};
-      for (i32 u = first; u < fc_units; u += blocks) {
-        producer.feed_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
-      }
-      for (i32 u = first; u < kv_units; u += blocks) {
-        producer.feed_kv(p, unit_at(u, p.kv_tiles, p.kv_splits));
-      }
+      for (i32 tile = cluster; tile < p.fc_tiles; tile += clusters) producer.feed_fc(p, tile);
+      for (i32 tile = cluster; tile < p.kv_tiles; tile += clusters) producer.feed_kv(p, tile);
     } else if (warp == 9 && lane == 0) {
       BatchProducer producer{shared, rank};
-      for (i32 u = first; u < fc_units; u += blocks) {
-        producer.feed_fc(p, unit_at(u, p.fc_tiles, p.fc_splits));
-      }
-      for (i32 u = first; u < kv_units; u += blocks) {
-        producer.feed_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), counters, fc_units);
-      }
+      for (i32 tile = cluster; tile < p.fc_tiles; tile += clusters) producer.feed_fc(p);
+      for (i32 tile = cluster; tile < p.kv_tiles; tile += clusters) producer.feed_kv(p, counters);
     } else if (warp >= 10) {
       const i32 begin = first + (warp - 10) * blocks, stride = ROW_WARPS * blocks;
       for (i32 row = begin; row < p.rows; row += stride) prepare_embedding(p, row, lane);
@@ -797,26 +745,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    Consumer consumer{shared, thread, lane, warp, warp / 4};
-    for (i32 u = first; u < fc_units; u += blocks) {
-      consumer.run_fc(p, unit_at(u, p.fc_tiles, p.fc_splits), counters);
+    Consumer consumer{shared, rank, thread, lane, warp, warp / 4, 0};
+    for (i32 tile = cluster; tile < p.fc_tiles; tile += clusters) {
+      consumer.run_fc(p, tile, counters);
     }
-    for (i32 u = first; u < fc_units; u += blocks) {
-      consumer.reduce_fc(p, unit_at(u, p.fc_tiles, p.fc_splits), counters);
-    }
-    for (i32 u = first; u < kv_units; u += blocks) {
-      consumer.run_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), counters, fc_units);
-    }
-    for (i32 u = first; u < kv_units; u += blocks) {
-      consumer.reduce_kv(p, unit_at(u, p.kv_tiles, p.kv_splits), counters);
+    for (i32 tile = cluster; tile < p.kv_tiles; tile += clusters) {
+      consumer.run_kv(p, tile, counters);
     }
     if (first == 0 && thread == 0) {
       wait_for_count(counters.embeds_ready, ROW_WARPS * blocks);  // every block has read `turn`
       *reinterpret_cast<volatile i32*>(p.counters) = 1 - turn;
     }
   }
-  if (CLUSTER > 1) {  // a peer may still be arriving at this block's barriers
-    __syncwarp();
-    cluster_sync();
-  }
+  __syncwarp();
+  cluster_sync();  // a peer may still be sending to this block
 }

@@ -2,7 +2,7 @@
 
 Launches: one; two if a norm stands before fc. Bytes moved per step: the fc and K/V weights once,
 and per row the aux states, an embedding row, and 2 * num_kv_heads * head_dim elements of K and V;
-the float32 partial sums stay in L2. A padding row (negative slot) writes nothing.
+the float32 partial sums stay on the chip. A padding row (negative slot) writes nothing.
 
 Sums are taken in a fixed order: the same inputs give the same bytes on every run and in a graph.
 The workspace of a device is shared by all its steps, so they must be ordered (one stream, or
@@ -24,15 +24,14 @@ from ..draft_layer import DraftLayer
 
 AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
 
-MAX_ROWS = 512  # above, library matmuls with 128 x 256 tiles are as fast
+MAX_ROWS = 128  # one batch tile; above it library matmuls win (profiling/results)
 THREADS = 384
 FC_ROWS, KV_ROWS, TILE_K, WEIGHT_BYTES = 256, 128, 64, 16384
-# Weight and batch tiles in shared memory, by batch tile: what fits 227 KiB, with as many bytes of
-# weights in flight as that leaves.
-RINGS = {8: (12, 8), 16: (12, 8), 32: (11, 8), 64: (10, 6), 128: (9, 4)}
-MAX_KV_SPLITS = 32  # arbitrary
-NUM_COUNTERS = 1024  # of each of the two sets, behind 32 integers of which the first is the turn
-PAIR_FROM = 64  # batch tile from which two blocks share loads
+MAX_CLUSTER = 8  # the largest that every Hopper GPU grants
+NUM_COUNTERS = 64  # of each of the two sets, behind 32 integers of which the first is the turn
+# Batch tile: weight tiles and batch tiles in flight, and items of the exchange held at a time. What
+# fits the 227 KiB of a block, with as many bytes of weights in flight as that leaves.
+RINGS = {8: (11, 8, 1), 16: (10, 8, 1), 32: (10, 6, 1), 64: (9, 4, 1), 128: (6, 3, 2)}
 POOLS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -43,28 +42,13 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut into units of work."""
+    """How a step is cut: tiles of weight rows go to clusters, whose blocks split K."""
 
     batch_tile: int
-    batch_tiles: int
     cluster: int
-    share_batch: bool
+    grid: int
     fc_tiles: int
-    fc_splits: int
     kv_tiles: int
-    kv_splits: int
-
-    @property
-    def padded_rows(self) -> int:
-        """Batch rows with the last tile filled up."""
-        return self.batch_tile * self.batch_tiles
-
-    @property
-    def partial_bytes(self) -> int:
-        """float32 sums of the larger of the two matmuls."""
-        fc = self.fc_tiles * self.fc_splits * FC_ROWS
-        kv = self.kv_tiles * self.kv_splits * KV_ROWS
-        return 4 * self.padded_rows * max(fc, kv)
 
 
 @cache
@@ -116,29 +100,35 @@ def unsupported(
 
 @cache
 def make_plan(
-    rows: int, hidden: int, fc_steps: int, kv_rows: int, head_dim: int, multiprocessors: int
+    *,
+    rows: int,
+    hidden: int,
+    fc_steps: int,
+    kv_rows: int,
+    head_dim: int,
+    max_clusters: tuple[int, ...],
 ) -> Plan:
-    """One unit a block where that can be: split K by as much as the blocks allow."""
-    batch_tile = next((tile for tile in (8, 16, 32, 64) if rows <= tile), 128)
-    batch_tiles = ceil_div(rows, batch_tile)
-    cluster = 2 if batch_tile >= PAIR_FROM else 1
-    share_batch = batch_tiles == 1
-    weight_pair = cluster if share_batch else 1
-    if not share_batch:
-        batch_tiles += batch_tiles % 2
+    """The cluster size with the fewest weight tiles per block.
+
+    `max_clusters[c - 1]` clusters of c blocks can be resident at once.
+    """
     used = KV_ROWS // head_dim * head_dim if head_dim < KV_ROWS else KV_ROWS
-    fc_tiles = ceil_div(ceil_div(hidden, FC_ROWS), weight_pair) * weight_pair
-    kv_tiles = ceil_div(ceil_div(kv_rows, used), weight_pair) * weight_pair
+    fc_tiles, kv_tiles = ceil_div(hidden, FC_ROWS), ceil_div(kv_rows, used)
     kv_steps = ceil_div(hidden, TILE_K)
+
+    def tiles_per_block(cluster: int) -> int:
+        clusters = max_clusters[cluster - 1]
+        fc = 2 * ceil_div(fc_steps, cluster) * ceil_div(fc_tiles, clusters)
+        return fc + 2 * ceil_div(kv_steps, cluster) * ceil_div(kv_tiles, clusters)
+
+    sizes = [size for size in range(1, MAX_CLUSTER + 1) if max_clusters[size - 1]]
+    cluster = min(sizes, key=tiles_per_block)
     return Plan(
-        batch_tile=batch_tile,
-        batch_tiles=batch_tiles,
+        batch_tile=next(tile for tile in RINGS if rows <= tile),
         cluster=cluster,
-        share_batch=share_batch,
+        grid=cluster * min(max_clusters[cluster - 1], max(fc_tiles, kv_tiles)),
         fc_tiles=fc_tiles,
-        fc_splits=max(1, min(multiprocessors // (fc_tiles * batch_tiles), fc_steps)),
         kv_tiles=kv_tiles,
-        kv_splits=max(1, min(multiprocessors // (kv_tiles * batch_tiles), kv_steps, MAX_KV_SPLITS)),
     )
 
 
@@ -182,10 +172,10 @@ def _structures() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
             *group(pointer, "input_layernorm fc_bias hidden_norm kv_bias cos_sin"),
             *group(pointer, "k_buffer v_buffer"),
             *group(i64, "k_stride v_stride num_slots max_requests num_embeds"),
-            *group(pointer, "embed_rows hidden_rows square_sums partials counters"),
+            *group(pointer, "embed_rows hidden_rows square_sums counters"),
             *group(i32, "rows hidden_size num_parts part_width num_map_parts map_part_width"),
             *group(i32, "heads head_dim rotary_dim is_neox"),
-            *group(i32, "fc_tiles fc_splits kv_tiles kv_splits batch_tiles"),
+            *group(i32, "fc_tiles kv_tiles"),
             *group(i32, "tokens_wide seq_lens_wide requests_wide slots_wide"),
             *group(i32, "gather_embeds pool has_k_scale has_v_scale"),
             *group(f32, "k_scale v_scale eps"),
@@ -224,25 +214,32 @@ def _normalize_aux(
         slots_wide=_is_wide(slots),
         eps=layer.rms_norm_eps,
     )
-    defines = _defines(8, 1, True, layer.kv_proj.dtype)
+    defines = _defines(8, MAX_CLUSTER, layer.kv_proj.dtype)
     kernel = driver.load_kernel("normalize_aux_kernel", defines, 0)
     driver.launch(kernel, params, grid=parts[0].shape[0], block=512)
 
 
-def _defines(
-    batch_tile: int, cluster: int, share_batch: bool, dtype: torch.dtype
-) -> tuple[tuple[str, int], ...]:
-    defines = [
-        ("BATCH_TILE", batch_tile),
-        ("CLUSTER", cluster),
-        ("SHARE_BATCH", int(share_batch)),
-        ("WEIGHT_TILES", RINGS[batch_tile][0]),
-        ("BATCH_TILES", RINGS[batch_tile][1]),
-        ("NUM_COUNTERS", NUM_COUNTERS),
-    ]
+def _defines(batch_tile: int, cluster: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    names = ("BATCH_TILE", "CLUSTER", "WEIGHT_TILES", "BATCH_TILES", "SLOTS")
+    defines = list(zip(names, (batch_tile, cluster, *RINGS[batch_tile]), strict=True))
     if dtype == torch.float16:
         defines.append(("WEIGHTS_ARE_HALF", 1))
     return tuple(defines)
+
+
+@cache
+def _max_clusters(device: torch.device) -> tuple[int, ...]:
+    """Clusters of 1, 2, ... blocks that this GPU holds at once; any variant takes a whole SM."""
+    from . import driver
+
+    with torch.cuda.device(device):
+        defines = _defines(8, MAX_CLUSTER, torch.bfloat16)
+        shared_bytes = _shared_bytes(8, MAX_CLUSTER)
+        kernel = driver.load_kernel("draft_step_kernel", defines, shared_bytes)
+        return tuple(
+            driver.max_active_clusters(kernel, size, block=THREADS, shared_bytes=shared_bytes)
+            for size in range(1, MAX_CLUSTER + 1)
+        )
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -258,13 +255,14 @@ def _is_wide(tensor: torch.Tensor | None) -> int:
     return int(tensor is not None and tensor.dtype == torch.int64)
 
 
-def _shared_bytes(batch_tile: int) -> int:
+def _shared_bytes(batch_tile: int, cluster: int) -> int:
     """sizeof(Shared), rounded up, as draft_step.cu lays it out."""
-    staging = 8 * (KV_ROWS + 4) * 4
-    weight_tiles, batch_tiles = RINGS[batch_tile]
+    weight_tiles, batch_tiles, slots = RINGS[batch_tile]
     tiles = weight_tiles * WEIGHT_BYTES + batch_tiles * batch_tile * TILE_K * 2
-    used = tiles + 16 * (weight_tiles + batch_tiles) + 4 * batch_tile + 256 + staging
-    return ceil_div(used, 1024) * 1024
+    exchange = slots * cluster * 256 * 16
+    staging = 8 * (KV_ROWS + 4) * 4 + 4 * batch_tile + 256
+    barriers = 16 * (weight_tiles + batch_tiles + 2)
+    return ceil_div(tiles + exchange + staging + barriers, 1024) * 1024
 
 
 def write_draft_kv(
@@ -295,23 +293,21 @@ def write_draft_kv(
     rows, width = parts[0].shape[0], fc.shape[1]
     normed = layer.input_norm is not None or layer.fc_norm is not None
     map_width = width if normed else parts[0].shape[1]
-    multiprocessors = torch.cuda.get_device_properties(fc.device).multi_processor_count
     plan = make_plan(
-        rows,
-        hidden,
-        width // map_width * ceil_div(map_width, TILE_K),
-        kv_proj.shape[0],
-        layer.head_dim,
-        multiprocessors,
+        rows=rows,
+        hidden=hidden,
+        fc_steps=width // map_width * ceil_div(map_width, TILE_K),
+        kv_rows=kv_proj.shape[0],
+        head_dim=layer.head_dim,
+        max_clusters=_max_clusters(fc.device),
     )
 
     sizes = {
         "counters": 4 * (32 + 2 * NUM_COUNTERS),
-        "square_sums": 8 * plan.fc_tiles * plan.padded_rows,
+        "square_sums": 8 * plan.fc_tiles * plan.batch_tile,
         "embed_rows": 2 * rows * hidden,
         "hidden_rows": 2 * rows * hidden,
         "packed": 2 * rows * width if normed else 0,
-        "partials": plan.partial_bytes,
     }
     offsets, end = {}, 0
     for name, size in sizes.items():
@@ -328,17 +324,15 @@ def write_draft_kv(
         map_parts = [matrix("packed", width)]
         _normalize_aux(layer, parts, out_cache_loc, map_parts[0])
 
-    shared = plan.cluster == 2 and plan.share_batch
-    batch_box = plan.batch_tile // 2 if shared else plan.batch_tile
-    maps = [driver.map_of(part, batch_box) for part in map_parts]
+    maps = [driver.map_of(part, plan.batch_tile) for part in map_parts]
     embed_rows, hidden_rows = matrix("embed_rows", hidden), matrix("hidden_rows", hidden)
     scaled = k_buffer.dtype != dtype
     params = _structures()[0](
         fc_map=driver.map_of(fc, 64, weights=True),
         kv_map=driver.map_of(kv_proj, 64, weights=True),
         aux_maps=(driver.TensorMap * 4)(*maps),
-        embed_map=driver.map_of(embed_rows, batch_box),
-        hidden_map=driver.map_of(hidden_rows, batch_box),
+        embed_map=driver.map_of(embed_rows, plan.batch_tile),
+        hidden_map=driver.map_of(hidden_rows, plan.batch_tile),
         aux=driver.pointers(parts, 4),
         aux_stride=(ctypes.c_int64 * 4)(*(part.stride(0) for part in parts)),
         slots=out_cache_loc.data_ptr(),
@@ -366,7 +360,6 @@ def write_draft_kv(
         embed_rows=embed_rows.data_ptr(),
         hidden_rows=hidden_rows.data_ptr(),
         square_sums=workspace.data_ptr() + offsets["square_sums"],
-        partials=workspace.data_ptr() + offsets["partials"],
         counters=workspace.data_ptr() + offsets["counters"],
         rows=rows,
         hidden_size=hidden,
@@ -379,10 +372,7 @@ def write_draft_kv(
         rotary_dim=layer.rotary_dim,
         is_neox=int(layer.is_neox_style),
         fc_tiles=plan.fc_tiles,
-        fc_splits=plan.fc_splits,
         kv_tiles=plan.kv_tiles,
-        kv_splits=plan.kv_splits,
-        batch_tiles=plan.batch_tiles,
         tokens_wide=_is_wide(token_ids),
         seq_lens_wide=_is_wide(positions),
         requests_wide=_is_wide(req_pool_indices),
@@ -395,12 +385,12 @@ def write_draft_kv(
         v_scale=_rounded(v_scale, dtype),
         eps=layer.rms_norm_eps,
     )
-    shared_bytes = _shared_bytes(plan.batch_tile)
-    defines = _defines(plan.batch_tile, plan.cluster, plan.share_batch, dtype)
+    shared_bytes = _shared_bytes(plan.batch_tile, plan.cluster)
+    defines = _defines(plan.batch_tile, plan.cluster, dtype)
     driver.launch(
         driver.load_kernel("draft_step_kernel", defines, shared_bytes),
         params,
-        grid=multiprocessors // plan.cluster * plan.cluster,
+        grid=plan.grid,
         block=THREADS,
         shared_bytes=shared_bytes,
         cooperative=True,

@@ -127,6 +127,24 @@ def map_of(tensor: torch.Tensor, box_rows: int, weights: bool = False) -> Tensor
     )
 
 
+def _launch_config(
+    *, grid: int, block: int, shared_bytes: int, cooperative: bool, cluster: int
+) -> _LaunchConfig:
+    attributes = []
+    if cooperative:
+        attributes.append(_Attribute(_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
+    if cluster > 1:
+        attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
+    return _LaunchConfig(
+        grid=(grid, 1, 1),
+        block=(block, 1, 1),
+        shared_bytes=shared_bytes,
+        stream=torch.cuda.current_stream().cuda_stream,
+        attributes=(_Attribute * max(1, len(attributes)))(*attributes),
+        num_attributes=len(attributes),
+    )
+
+
 def launch(
     kernel: Any,
     params: ctypes.Structure,
@@ -138,24 +156,27 @@ def launch(
     cluster: int = 1,
 ) -> None:
     """Launch on torch's current stream with one parameter passed by value."""
-    attributes = []
-    if cooperative:
-        attributes.append(_Attribute(_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
-    if cluster > 1:
-        attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
-    config = _LaunchConfig(
-        grid=(grid, 1, 1),
-        block=(block, 1, 1),
-        shared_bytes=shared_bytes,
-        stream=torch.cuda.current_stream().cuda_stream,
-        attributes=(_Attribute * max(1, len(attributes)))(*attributes),
-        num_attributes=len(attributes),
+    config = _launch_config(
+        grid=grid, block=block, shared_bytes=shared_bytes, cooperative=cooperative, cluster=cluster
     )
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     status = _cuda().cuLaunchKernelEx(
         ctypes.byref(config), ctypes.c_void_p(kernel.kernel.ptr), arguments, None
     )
     _check(status, "cuLaunchKernelEx")
+
+
+def max_active_clusters(kernel: Any, cluster: int, *, block: int, shared_bytes: int) -> int:
+    """How many clusters of that many blocks can be resident at once; 0 if none."""
+    config = _launch_config(
+        grid=cluster, block=block, shared_bytes=shared_bytes, cooperative=False, cluster=cluster
+    )
+    count = ctypes.c_int()
+    status = _cuda().cuOccupancyMaxActiveClusters(
+        ctypes.byref(count), ctypes.c_void_p(kernel.kernel.ptr), ctypes.byref(config)
+    )
+    _check(status, "cuOccupancyMaxActiveClusters")
+    return count.value
 
 
 def pointers(tensors: Sequence[torch.Tensor], count: int) -> Any:

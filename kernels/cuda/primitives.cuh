@@ -36,6 +36,19 @@ __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 cta) {
       : "memory");
 }
 
+// Store to a peer block's shared memory, counted in bytes by its barrier. Both addresses are this
+// block's own, for the same places.
+__device__ __forceinline__ void send_remote(u32 address, u32 barrier, u32 cta, const float4& x) {
+  asm volatile(
+      "{\n.reg .b32 to, signal;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 signal, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, "
+      "[signal];\n}" ::"r"(address),
+      "r"(barrier), "r"(cta), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+}
+
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -81,26 +94,6 @@ __device__ __forceinline__ void copy_tile(u32 destination, const TensorMap* map,
       ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
       : "memory");
-}
-
-__device__ __forceinline__ void copy_tile_multicast(u32 destination, const TensorMap* map,
-                                                    u32 barrier, i32 column, i32 row, u64 policy,
-                                                    u16 ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(destination),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ctas), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void prefetch_tile(const TensorMap* map, i32 column, i32 row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Orders ordinary accesses before and after accesses by the copy engine.
