@@ -1,4 +1,4 @@
-"""Installs kernels/, bindings/, integration/ and profiling/ as the namespace package `fused_fallback`."""
+"""Installs kernels/, bindings/, integration/ and profiling/ as `fused_fallback.*` (a namespace)."""
 
 from pathlib import Path
 

@@ -73,11 +73,12 @@ def register_worker() -> None:
 
 
 def _register(hooks: dict[str, tuple[str, Callable[..., Any]]]) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+    source = HookSource(plugin_name="fused_fallback", dist_name="sglang-fused-fallback")
     for target, (kind, hook) in hooks.items():
         if all(registered is not hook for _, registered, _ in HookRegistry._hooks[target]):
-            HookRegistry.register(target, hook, HookType(kind))
+            HookRegistry.register(target, hook, HookType(kind), source=source)
 
 
 # ---- in the launcher: flags in, refusals out

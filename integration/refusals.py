@@ -15,7 +15,9 @@ KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp16", "float16", "fp8_e4m3", "f
 
 UNSUPPORTED = {
     "speculative_adaptive": "--speculative-adaptive also switches speculation: use one of the two",
-    "enable_multi_layer_eagle": "multi-layer EAGLE is not supported: drop --enable-multi-layer-eagle",
+    "enable_multi_layer_eagle": (
+        "multi-layer EAGLE is not supported: drop --enable-multi-layer-eagle"
+    ),
     "speculative_use_rejection_sampling": (
         "rejection sampling needs draft probabilities, which no off step has: "
         "drop --speculative-use-rejection-sampling"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fused_fallback.integration.flags import FallbackArguments, server_args
 
-PAIR = Path(os.environ.get("FUSED_FALLBACK_PAIR", Path(__file__).parents[1] / "integration" / "demo" / "pair"))
+PAIR = Path(__file__).parents[1] / "integration" / "demo" / "pair"
 SGLANG = version("sglang")
 
 SPECULATIVE = {
@@ -34,6 +34,7 @@ class ScriptedPolicy:
     """
 
     script: Callable[[int], bool]
+    arguments: FallbackArguments = field(default_factory=FallbackArguments)
     off: bool = False
     flips: int = 0
     step: int = 0
@@ -112,7 +113,7 @@ class Server:
             "context_length": 1024,
             "log_level": "warning",
             "random_seed": 1,
-            **_cpu_backends(),
+            **cpu_backends(),
             **(SPECULATIVE if speculative else {}),
             **options,
         }
@@ -277,7 +278,7 @@ def _leave_cold(fallback: Any) -> None:
     fallback.pool = DraftPool(torch.empty_like(pool.k_buffer), torch.empty_like(pool.v_buffer))
 
 
-def _cpu_backends() -> dict[str, str]:
+def cpu_backends() -> dict[str, str]:
     # Alone, attention_backend="intel_amx" falls back to torch_native, which EAGLE refuses.
     if SGLANG == "0.5.17":
         return {"attention_backend": "intel_amx"}
@@ -290,8 +291,6 @@ def _build_scheduler(arguments: dict[str, Any]) -> Any:
     load_plugins()
     import sglang.srt.managers.scheduler as module
     from sglang.srt.server_args import PortArgs
-
-    from fused_fallback.integration.flags import server_args
 
     record = server_args(**arguments)
     if SGLANG == "0.5.17":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from fused_fallback.integration.flags import FallbackArguments
 from fused_fallback.integration.policy import FallbackPolicy
 

@@ -169,9 +169,7 @@ class EagleWorkerV2:
         if batch.return_logprob and output.next_token_logprobs is not None:
             output.next_token_logprobs = output.next_token_logprobs.view(num_requests, 1)
         # The graph that wrote them may be replayed before they are read.
-        output.hidden_states = (
-            output.hidden_states.clone() if batch.return_hidden_states else None
-        )
+        output.hidden_states = output.hidden_states.clone() if batch.return_hidden_states else None
         self._hand_over_read_done_event()
         return result
 
