@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from ..bindings.graph import DraftStepGraphRunner
 from ..bindings.ops import capture_aux_hidden_states, fused_draft_step, write_draft_kv
 from ..kernels.draft_layer import DraftLayer
 from .policy import FallbackPolicy
@@ -88,6 +89,7 @@ class FusedFallback:
         self.policy = policy
         self.layer = layer
         self.pool = pool
+        self.graphs: DraftStepGraphRunner | None = None  # set once captured, on a GPU
         self.statistics = Statistics()
         weight = layer.kv_proj
         width = layer.num_aux_hidden_states * layer.target_hidden_size
@@ -130,21 +132,26 @@ class FusedFallback:
             requests: `req_pool_indices` as host integers.
             input_embeds: [num_requests, H] where the layer holds no embedding table.
         """
-        num_requests = next_token_ids.shape[0]
-        bonus_tokens = next_token_ids.new_empty(num_requests, dtype=torch.int32)
-        fused_draft_step(
-            layer=self.layer,
-            aux_hidden_states=aux_hidden_states,
-            next_token_ids=next_token_ids,
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
-            out_cache_loc=out_cache_loc,
-            kept_hidden_states=self.kept_hidden_states,
-            bonus_tokens=bonus_tokens,
-            new_seq_lens=torch.empty_like(seq_lens),
-            input_embeds=input_embeds,
-            **self.pool.as_kwargs(),
-        )
+        rows = {
+            "aux_hidden_states": aux_hidden_states,
+            "next_token_ids": next_token_ids,
+            "seq_lens": seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "out_cache_loc": out_cache_loc,
+            "input_embeds": input_embeds,
+        }
+        if self.graphs is not None and self.graphs.can_replay(len(requests)):
+            bonus_tokens = self.graphs.replay(**rows)[0].clone()
+        else:
+            bonus_tokens = next_token_ids.new_empty(len(requests), dtype=torch.int32)
+            fused_draft_step(
+                layer=self.layer,
+                kept_hidden_states=self.kept_hidden_states,
+                bonus_tokens=bonus_tokens,
+                new_seq_lens=torch.empty_like(seq_lens),
+                **rows,
+                **self.pool.as_kwargs(),
+            )
         self.statistics.steps_off += 1
         return self._pending_input(bonus_tokens, requests)
 

@@ -175,7 +175,7 @@ def describe(adapter: EagleWorkerV2) -> str:
         f"on (worker {type(adapter.worker).__name__}, SGLang {version('sglang')}, "
         f"plugin {version('sglang-fused-fallback')}, off from {arguments.threshold} running "
         f"requests, on again at {arguments.resume}, at least {arguments.min_steps} steps each; "
-        f"kept hidden states {kept.nbytes / 2**20:.1f} MiB)"
+        f"{adapter.graphs.summary}, kept hidden states {kept.nbytes / 2**20:.1f} MiB)"
     )
 
 

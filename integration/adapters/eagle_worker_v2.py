@@ -19,6 +19,7 @@ from ...kernels.draft_layer import DraftLayer
 from ..fallback import DraftPool, FusedFallback, NextDraftInput
 from ..flags import FallbackArguments
 from ..policy import FallbackPolicy
+from . import decode_graphs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -58,6 +59,7 @@ class EagleWorkerV2:
             max_requests=self.req_to_token.shape[0],
             topk=worker.topk,
         )
+        self.graphs = decode_graphs.capture(self.target, self.fallback)
 
     # ---- before the start
 
@@ -145,7 +147,7 @@ class EagleWorkerV2:
         _set_seq_lens(batch, seq_lens + 1, 1)
         if batch.has_grammar and grammar_barrier is not None:
             grammar_barrier()
-        with self._plain_decode():
+        with self.graphs.in_place_of_verify(self.target):
             result = self.worker.target_worker.forward_batch_generation(
                 batch, capture_hidden_mode=CaptureHiddenMode.FULL
             )
@@ -172,15 +174,6 @@ class EagleWorkerV2:
         output.hidden_states = output.hidden_states.clone() if batch.return_hidden_states else None
         self._hand_over_read_done_event()
         return result
-
-    @contextlib.contextmanager
-    def _plain_decode(self) -> Iterator[None]:
-        """Keep a plain decode batch away from the graphs captured for target verify."""
-        runner, self.target.decode_cuda_graph_runner = self.target.decode_cuda_graph_runner, None
-        try:
-            yield
-        finally:
-            self.target.decode_cuda_graph_runner = runner
 
     def _hand_over_read_done_event(self) -> None:
         """The scheduler waits for the draft runner, but the target was this step's last reader."""
