@@ -251,6 +251,60 @@ def test_rotate_input_ids(select_index: list[int] | None) -> None:
     assert ids.tolist() == [*first, 14, 15, 16, 17, 18, 93, 19]
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_page_allocation(page_size: int) -> None:
+    from sgl_kernel.plugin import allocate_decode, allocate_extend
+
+    prefix_lens, seq_lens = torch.tensor([[0, 5, page_size, 30, 7], [70, 5, page_size + 1, 95, 8]])
+    pages = torch.randperm(40)
+    tables = [torch.full((MAX_CONTEXT,), -1) for _ in prefix_lens]
+    for table, length in zip(tables, prefix_lens.tolist(), strict=True):
+        held, pages = pages[: -(-length // page_size)], pages[-(-length // page_size) :]
+        slots = (held[:, None] * page_size + torch.arange(page_size)).flatten()
+        table[:length] = slots[:length]
+    last_loc = torch.stack([t[n - 1] for t, n in zip(tables, prefix_lens, strict=True)])
+    out = torch.full((int((seq_lens - prefix_lens).sum()),), -7)
+
+    allocate_extend(prefix_lens, seq_lens, last_loc, pages, out, 8, page_size)
+
+    for table, start, end in zip(tables, prefix_lens.tolist(), seq_lens.tolist(), strict=True):
+        table[start:end], out = out[: end - start], out[end - start :]
+        expected_pages = table[:end:page_size] // page_size
+        taken = -(-end // page_size) - -(-start // page_size)
+        assert torch.equal(expected_pages[expected_pages.numel() - taken :], pages[:taken])
+        pages = pages[taken:]
+        slots = (expected_pages[:, None] * page_size + torch.arange(page_size)).flatten()
+        assert torch.equal(table[:end], slots[:end])
+
+    last = torch.stack([t[n - 1] for t, n in zip(tables, seq_lens, strict=True)])
+    out = torch.full_like(seq_lens, -7)
+    allocate_decode(seq_lens + 1, last, pages, out, 8, page_size)
+    opened = iter((pages * page_size).tolist())
+    starts = [
+        next(opened) if n % page_size == 0 else int(s) + 1
+        for n, s in zip(seq_lens, last, strict=True)
+    ]
+    assert out.tolist() == starts
+
+
+def test_page_allocation_beyond_the_pool_writes_nothing() -> None:
+    from sgl_kernel.plugin import allocate_extend
+
+    out = torch.full((33,), -7)
+    allocate_extend(
+        *(
+            torch.tensor([0]),
+            torch.tensor([33]),
+            torch.tensor([-1]),
+            torch.tensor([4, 9]),
+            out,
+            1,
+            16,
+        )
+    )
+    assert (out == -7).all()
+
+
 def _lineage(parents: list[int], node: int) -> list[int]:
     """The node and its ancestors down to the root."""
     return [node] if node == 0 else [node, *_lineage(parents, parents[node])]
@@ -397,7 +451,8 @@ def test_sglang_takes_torchvision_native_layers_and_the_repairs() -> None:
         "hooks = {hook.__module__ + '.' + hook.__name__\n"
         "         for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks}\n"
         "print(*sorted(h for h in hooks if h.startswith('sgl_kernel.')))\n"
-        "print(all(target in HookRegistry._patched for target in HookRegistry._hooks))\n"
+        "print(all(target in HookRegistry._patched for target in HookRegistry._hooks),\n"
+        "      'sglang.srt.mem_cache.allocation.get_last_loc' in HookRegistry._patched)\n"
     )
     assert done.returncode == 0, done.stderr
     torchvision, amx, repairs, patched = done.stdout.splitlines()[-4:]
@@ -407,4 +462,4 @@ def test_sglang_takes_torchvision_native_layers_and_the_repairs() -> None:
     if not version("sglang").startswith("0.5.17"):
         expected = []
     assert repairs.split() == [f"sgl_kernel.plugin.{name}" for name in expected]
-    assert patched == "True"
+    assert patched == "True True"

@@ -8,7 +8,7 @@ import ctypes
 import torch
 
 
-def _spans(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def spans(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Span number and position of every element of the spans, both [sum(lengths)] int64."""
     lengths = lengths.long()
     span = torch.repeat_interleave(lengths)
@@ -25,7 +25,7 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """Scatters flat `out_cache_loc` into the spans of `req_to_token` [pool_rows, pool_len]."""
-    span, position = _spans(start_offset, end_offset - start_offset)
+    span, position = spans(start_offset, end_offset - start_offset)
     slots = out_cache_loc[: span.numel()].to(req_to_token.dtype)
     req_to_token[req_pool_indices[span], position] = slots
 
@@ -39,7 +39,7 @@ def assign_extend_cache_locs_cpu(
     pool_len: int,
 ) -> None:
     """Gathers the spans of `req_to_token` [pool_rows, pool_len] into flat `out_cache_loc`."""
-    span, position = _spans(start_offset, end_offset - start_offset)
+    span, position = spans(start_offset, end_offset - start_offset)
     out_cache_loc[: span.numel()] = req_to_token[req_pool_indices[span], position]
 
 
@@ -103,7 +103,7 @@ def rotate_input_ids_cpu(
 
     With `select_index` [batch] (flat positions) the token goes there instead of the end.
     """
-    _, position = _spans(extend_start_loc, (extend_seq_lens - 1).clamp(min=0))
+    _, position = spans(extend_start_loc, (extend_seq_lens - 1).clamp(min=0))
     input_ids[position] = input_ids[position + 1]
     last = extend_start_loc + extend_seq_lens - 1 if select_index is None else select_index
     present = extend_seq_lens > 0
