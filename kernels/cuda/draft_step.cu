@@ -1,25 +1,27 @@
 // The whole draft step in one persistent launch on Hopper.
 //
-// Blocks: one a multiprocessor, all resident (a cooperative launch), in clusters of CLUSTER. Warps
-// 0-7 are two warpgroups of wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring
-// of batch tiles, warps 10-11 take batch rows: stages capture_aux_hidden_states and
-// build_draft_input, and the embedding with its norm.
+// Blocks: one a multiprocessor, all resident (a cooperative launch). Warps 0-7 are two warpgroups of
+// wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring of batch tiles, warps 10-11
+// take batch rows: stages capture_aux_hidden_states and build_draft_input, and the embedding with its
+// norm.
 //
-// Stage write_draft_kv is two matmuls that read their weights once. A cluster takes a tile of weight
-// rows and all batch rows, and splits K over its blocks; the partial sums meet in shared memory,
-// where each block adds up a share of the tile in the order of the ranks.
+// Stage write_draft_kv is two matmuls that read their weights once. A unit of work is a tile of
+// weight rows, all batch rows and a share of K; the partial sums of a tile meet in L2, where each of
+// its blocks adds up a share in the order of the splits.
 //   1. fc: 256 weight rows. The sums become `hidden` = fc output * hidden_norm weight, with the sum
 //      of squares of each row beside it.
 //   2. K and V: 128 weight rows, first the embedding half of K, then the hidden half. Their weights
 //      are on the way while fc is being added up. 1 / RMS of `hidden` scales the float32 sums of its
 //      half, so nobody waits for a row's norm before multiplying. Then rotate, convert, store.
-// One device-wide dependency is left: every block needs the whole of `hidden`.
+// Partial sums need neither fence nor flag: the buffer holds EMPTY between launches, a reader waits
+// for a value that is not EMPTY, and puts EMPTY back. `hidden`, which the copy engine reads, is
+// announced by a counter.
 //
 // A padding row (negative slot) gets a zero embedding row and stores nothing; its columns of the
 // products meet no other row. Rows past the batch are zero-filled by the copy engine.
 //
-// Compile-time: BATCH_TILE (8 to 128 rows), CLUSTER (1 to 8), WEIGHT_TILES and BATCH_TILES of the
-// rings, SLOTS of the exchange, WEIGHTS_ARE_HALF.
+// Compile-time: BATCH_TILE (8 to 128 rows), WEIGHT_TILES and BATCH_TILES of the rings,
+// WEIGHTS_ARE_HALF.
 
 constexpr int CONSUMERS = 256;
 constexpr int THREADS = 384;
@@ -33,8 +35,8 @@ constexpr int GROUPS = BATCH_TILE / 8;
 constexpr int PITCH = KV_ROWS + 4;
 constexpr int FC_ITEMS = 2 * GROUPS;  // an item of a tile's sums: four registers of every consumer
 constexpr int KV_ITEMS = GROUPS;
-constexpr int ITEM_BYTES = CONSUMERS * 16;
 constexpr int NUM_COUNTERS = 64;
+constexpr u32 EMPTY = 0xFFFFFFFF;     // a NaN that no arithmetic produces
 
 enum { POOL_BF16, POOL_FP16, POOL_E4M3, POOL_E5M2 };
 
@@ -71,12 +73,14 @@ struct Params {
   u16* embed_rows;          // [rows, H] workspace behind embed_map
   u16* hidden_rows;         // [rows, H] workspace behind hidden_map
   float* square_sums;       // [BATCH_TILE, 2 * fc_tiles] workspace
+  float4* fc_partials;      // [fc_tiles, FC_ITEMS, fc_splits, CONSUMERS] workspace, EMPTY at first
+  float4* kv_partials;      // [kv_tiles, KV_ITEMS, kv_splits, CONSUMERS] workspace, EMPTY at first
   i32* counters;            // workspace, zero at first: see Counters
   i32 rows, hidden_size;
   i32 num_parts, part_width;          // of aux
   i32 num_map_parts, map_part_width;  // of aux_maps: one packed workspace where a norm precedes fc
   i32 heads, head_dim, rotary_dim, is_neox;
-  i32 fc_tiles, kv_tiles;
+  i32 fc_tiles, fc_splits, kv_tiles, kv_splits;
   i32 tokens_wide, seq_lens_wide, requests_wide, slots_wide;  // int64 if set, else int32
   i32 gather_embeds, pool;
   i32 has_k_scale, has_v_scale;
@@ -94,9 +98,7 @@ struct alignas(1024) Shared {
   u8 weights[WEIGHT_TILES][WEIGHT_BYTES];
   u8 batch[BATCH_TILES][BATCH_BYTES];
   u64 weights_full[WEIGHT_TILES], weights_empty[WEIGHT_TILES];
-  float4 exchange[SLOTS][CLUSTER][CONSUMERS];  // [slot][rank that sent it][consumer]
   u64 batch_full[BATCH_TILES], batch_empty[BATCH_TILES];
-  u64 exchange_full, exchange_empty;
   float inverse_rms[BATCH_TILE];
   float warp_sums[8][8];
   union {
@@ -117,13 +119,13 @@ struct Cursor {
   }
 };
 
-// The steps along K of one rank.
+// The steps along K of one split.
 struct Range {
   i32 begin, end;
 };
 
-__device__ __forceinline__ Range share(i32 steps, i32 rank) {
-  return {steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER};
+__device__ __forceinline__ Range share(i32 steps, i32 split, i32 splits) {
+  return {steps * split / splits, steps * (split + 1) / splits};
 }
 
 // Steps of 64 along K. A step does not cross from one aux tensor into the next.
@@ -136,9 +138,9 @@ __device__ __forceinline__ i32 kv_steps(const Params& p) {
   return (p.hidden_size + TILE_K - 1) / TILE_K;
 }
 
-// Ranks that add up a share of an fc tile, over all tiles.
+// Units that add up a share of an fc tile, over all tiles.
 __device__ __forceinline__ i32 hidden_shares(const Params& p) {
-  return p.fc_tiles * (FC_ITEMS < CLUSTER ? FC_ITEMS : CLUSTER);
+  return p.fc_tiles * min(FC_ITEMS, p.fc_splits);
 }
 
 // Rows of kv_proj behind a tile of 128: whole heads, or, where a head is wider than a tile, the
@@ -247,7 +249,6 @@ __device__ __forceinline__ void wait_empty(u64 (&empty)[TILES], const Cursor<TIL
 // Weights depend on nothing: the ring fills with K and V weights while fc is being added up.
 struct WeightProducer {
   Shared& shared;
-  i32 rank;
   Cursor<WEIGHT_TILES> cursor;
 
   __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 first, i32 second) {
@@ -260,10 +261,10 @@ struct WeightProducer {
     cursor.advance();
   }
 
-  __device__ void feed_fc(const Params& p, i32 tile) {
+  __device__ void feed_fc(const Params& p, i32 unit) {
     const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
-    const i32 row = tile * FC_ROWS;
-    const Range range = share(fc_steps(p), rank);
+    const i32 row = unit % p.fc_tiles * FC_ROWS;
+    const Range range = share(fc_steps(p), unit / p.fc_tiles, p.fc_splits);
     for (i32 k = range.begin; k < range.end; ++k) {
       const i32 part = k / steps_per_part;
       const i32 column = part * p.map_part_width + k % steps_per_part * TILE_K;
@@ -272,9 +273,9 @@ struct WeightProducer {
     }
   }
 
-  __device__ void feed_kv(const Params& p, i32 tile) {
-    const Range range = share(kv_steps(p), rank);
-    const KvTile rows = kv_tile_at(p, tile);
+  __device__ void feed_kv(const Params& p, i32 unit) {
+    const Range range = share(kv_steps(p), unit / p.kv_tiles, p.kv_splits);
+    const KvTile rows = kv_tile_at(p, unit % p.kv_tiles);
     for (i32 half = 0; half < 2; ++half) {
       for (i32 k = range.begin; k < range.end; ++k) {
         load(&p.kv_map, half * p.hidden_size + k * TILE_K, rows.first, rows.second);
@@ -285,7 +286,6 @@ struct WeightProducer {
 
 struct BatchProducer {
   Shared& shared;
-  i32 rank;
   Cursor<BATCH_TILES> cursor;
 
   __device__ __forceinline__ void load(const TensorMap* map, i32 column) {
@@ -296,16 +296,16 @@ struct BatchProducer {
     cursor.advance();
   }
 
-  __device__ void feed_fc(const Params& p) {
+  __device__ void feed_fc(const Params& p, i32 unit) {
     const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
-    const Range range = share(fc_steps(p), rank);
+    const Range range = share(fc_steps(p), unit / p.fc_tiles, p.fc_splits);
     for (i32 k = range.begin; k < range.end; ++k) {
       load(&p.aux_maps[k / steps_per_part], k % steps_per_part * TILE_K);
     }
   }
 
-  __device__ void feed_kv(const Params& p, const Counters& counters) {
-    const Range range = share(kv_steps(p), rank);
+  __device__ void feed_kv(const Params& p, i32 unit, const Counters& counters) {
+    const Range range = share(kv_steps(p), unit / p.kv_tiles, p.kv_splits);
     wait_for_count(counters.embeds_ready, ROW_WARPS * gridDim.x);
     proxy_fence();
     for (i32 k = range.begin; k < range.end; ++k) load(&p.embed_map, k * TILE_K);
@@ -317,10 +317,19 @@ struct BatchProducer {
 
 // Consumers ------------------------------------------------------------------------------------
 
+__device__ __forceinline__ float4 empty() {
+  const float x = __uint_as_float(EMPTY);
+  return make_float4(x, x, x, x);
+}
+
+__device__ __forceinline__ bool is_empty(const float4& x) {
+  return __float_as_uint(x.x) == EMPTY || __float_as_uint(x.y) == EMPTY ||
+         __float_as_uint(x.z) == EMPTY || __float_as_uint(x.w) == EMPTY;
+}
+
 struct Consumer {
   Shared& shared;
-  i32 rank, thread, lane, warp, group;  // group: the warpgroup, 0 or 1
-  u32 passes;                           // of the exchange so far
+  i32 thread, lane, warp, group;  // group: the warpgroup, 0 or 1
   Cursor<WEIGHT_TILES> weights;
   Cursor<BATCH_TILES> batch;
   float sums[2][BATCH_TILE / 2];
@@ -412,61 +421,60 @@ struct Consumer {
     }
   }
 
-  // Items of a tile go round the ranks: item i to rank i % CLUSTER, in passes of SLOTS each.
-  // `give(item)` is this thread's four partial sums; `take(item, total)` adds a share up.
-  template <int ITEMS, typename Give, typename Take>
-  __device__ __forceinline__ void exchange(Give give, Take take) {
-    const u32 full = shared_address(&shared.exchange_full);
-    const u32 empty = shared_address(&shared.exchange_empty);
-    constexpr int PER_PASS = CLUSTER * SLOTS;
+  // Adds up one item: `from` is this thread's place in the first split's part, EMPTY afterwards.
+  __device__ __forceinline__ float4 add_up(float4* from, i32 splits) {
+    // One lane a split watches the last thread's sums, so that the others do not load L2 with polls.
+    for (i32 split = thread; split < splits; split += CONSUMERS) {
+      float4 x;
+      do x = load_relaxed(from + (split + 1) * CONSUMERS - 1 - thread);
+      while (is_empty(x));
+    }
+    named_barrier(1, CONSUMERS);
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (i32 begin = 0; begin < splits; begin += 8) {
+      float4 x[8];
 #pragma unroll
-    for (int begin = 0; begin < ITEMS; begin += PER_PASS) {
-      const i32 count = min(ITEMS - begin, PER_PASS);
-      const i32 mine = (count - rank + CLUSTER - 1) / CLUSTER;
-      const u32 parity = passes & 1;
-      if (thread == 0) barrier_expect(full, mine * CLUSTER * ITEM_BYTES);
-      barrier_wait(empty, parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < PER_PASS; ++i) {
-        if (begin + i < ITEMS) {
-          send_remote(shared_address(&shared.exchange[i / CLUSTER][rank][thread]), full,
-                      i % CLUSTER, give(begin + i));
-        }
+      for (int i = 0; i < 8; ++i) {
+        if (begin + i < splits) x[i] = load_relaxed(from + (begin + i) * CONSUMERS);
       }
-      barrier_wait(full, parity);
-      for (i32 slot = 0; slot < mine; ++slot) {
-        float4 total = shared.exchange[slot][0][thread];
 #pragma unroll
-        for (int from = 1; from < CLUSTER; ++from) {
-          const float4 x = shared.exchange[slot][from][thread];
-          total.x += x.x;
-          total.y += x.y;
-          total.z += x.z;
-          total.w += x.w;
-        }
-        take(begin + slot * CLUSTER + rank, total);
+      for (int i = 0; i < 8; ++i) {
+        if (begin + i >= splits) break;
+        float4* place = from + (begin + i) * CONSUMERS;
+        while (is_empty(x[i])) x[i] = load_relaxed(place);
+        *place = empty();
+        total.x += x[i].x;
+        total.y += x[i].y;
+        total.z += x[i].z;
+        total.w += x[i].w;
       }
-      named_barrier(1, CONSUMERS);
-      if (thread < CLUSTER) barrier_arrive_remote(empty, thread);
-      ++passes;
+    }
+    return total;
+  }
+
+  __device__ void run_fc(const Params& p, i32 unit) {
+    const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
+    const Range range = share(fc_steps(p), split, p.fc_splits);
+    clear();
+    multiply_fc(range.end - range.begin);
+    float4* to = p.fc_partials + (tile * FC_ITEMS * p.fc_splits + split) * CONSUMERS + thread;
+#pragma unroll
+    for (int item = 0; item < FC_ITEMS; ++item) {
+      const float* s = &sums[item & 1][item / 2 * 4];
+      store_relaxed(to + item * p.fc_splits * CONSUMERS, make_float4(s[0], s[1], s[2], s[3]));
     }
   }
 
-  __device__ void run_fc(const Params& p, i32 tile, const Counters& counters) {
-    const Range range = share(fc_steps(p), rank);
-    clear();
-    multiply_fc(range.end - range.begin);
-    exchange<FC_ITEMS>(
-        [&](int item) {
-          const float* s = &sums[item & 1][item / 2 * 4];
-          return make_float4(s[0], s[1], s[2], s[3]);
-        },
-        [&](i32 item, const float4& total) { store_hidden(p, tile, item, total); });
-    if (rank < FC_ITEMS) {
-      proxy_fence();
-      named_barrier(1, CONSUMERS);
-      if (thread == 0) count_up(counters.hidden_ready);
+  __device__ void reduce_fc(const Params& p, i32 unit, const Counters& counters) {
+    const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
+    if (split >= FC_ITEMS) return;
+    float4* from = p.fc_partials + tile * FC_ITEMS * p.fc_splits * CONSUMERS + thread;
+    for (i32 item = split; item < FC_ITEMS; item += p.fc_splits) {
+      store_hidden(p, tile, item, add_up(from + item * p.fc_splits * CONSUMERS, p.fc_splits));
     }
+    proxy_fence();
+    named_barrier(1, CONSUMERS);
+    if (thread == 0) count_up(counters.hidden_ready);
   }
 
   // An item is 8 batch rows x 64 weight rows of each warpgroup.
@@ -534,9 +542,9 @@ struct Consumer {
     }
   }
 
-  __device__ void run_kv(const Params& p, i32 tile, const Counters& counters) {
-    const Range range = share(kv_steps(p), rank);
-    const KvTile rows = kv_tile_at(p, tile);
+  __device__ void run_kv(const Params& p, i32 unit, const Counters& counters) {
+    const i32 tile = unit % p.kv_tiles, split = unit / p.kv_tiles;
+    const Range range = share(kv_steps(p), split, p.kv_splits);
     clear();
     multiply_kv<0>(range.end - range.begin);
     if (thread == 0) wait_for_count(counters.hidden_ready, hidden_shares(p));
@@ -544,16 +552,26 @@ struct Consumer {
     load_inverse_rms(p);
     multiply_kv<1>(range.end - range.begin);
     named_barrier(1, CONSUMERS);
-    exchange<KV_ITEMS>(
-        [&](int item) {
-          const float* e = &sums[0][item * 4];
-          const float* h = &sums[1][item * 4];
-          const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
-          const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
-          return make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2],
-                             e[3] + odd * h[3]);
-        },
-        [&](i32 item, const float4& total) { store_item(p, rows, item, total); });
+    float4* to = p.kv_partials + (tile * KV_ITEMS * p.kv_splits + split) * CONSUMERS + thread;
+#pragma unroll
+    for (int item = 0; item < KV_ITEMS; ++item) {
+      const float* e = &sums[0][item * 4];
+      const float* h = &sums[1][item * 4];
+      const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
+      const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
+      store_relaxed(to + item * p.kv_splits * CONSUMERS,
+                    make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2],
+                                e[3] + odd * h[3]));
+    }
+  }
+
+  __device__ void reduce_kv(const Params& p, i32 unit) {
+    const i32 tile = unit % p.kv_tiles;
+    const KvTile rows = kv_tile_at(p, tile);
+    float4* from = p.kv_partials + tile * KV_ITEMS * p.kv_splits * CONSUMERS + thread;
+    for (i32 item = unit / p.kv_tiles; item < KV_ITEMS; item += p.kv_splits) {
+      store_item(p, rows, item, add_up(from + item * p.kv_splits * CONSUMERS, p.kv_splits));
+    }
   }
 
   // An item is 8 batch rows x the 128 weight rows of the tile.
@@ -699,8 +717,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   const i32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const i32 first = blockIdx.x, blocks = gridDim.x;
-  const i32 rank = CLUSTER == 1 ? 0 : cluster_rank();
-  const i32 cluster = first / CLUSTER, clusters = blocks / CLUSTER;
+  const i32 fc_units = p.fc_tiles * p.fc_splits, kv_units = p.kv_tiles * p.kv_splits;
   const i32 turn = *reinterpret_cast<volatile i32*>(p.counters);
   i32* set = p.counters + 32 + turn * NUM_COUNTERS;
   const Counters counters{set, set + 32};
@@ -714,23 +731,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(shared_address(&shared.batch_full[i]), 1);
       barrier_init(shared_address(&shared.batch_empty[i]), CONSUMERS / 32);
     }
-    barrier_init(shared_address(&shared.exchange_full), 1);
-    barrier_init(shared_address(&shared.exchange_empty), CLUSTER);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     proxy_fence();
   }
-  cluster_sync();
+  __syncthreads();
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
     if (warp == 8 && lane == 0) {
-      WeightProducer producer{shared, rank};
-      for (i32 tile = cluster; tile < p.fc_tiles; tile += clusters) producer.feed_fc(p, tile);
-      for (i32 tile = cluster; tile < p.kv_tiles; tile += clusters) producer.feed_kv(p, tile);
+      WeightProducer producer{shared};
+      for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
+      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u);
     } else if (warp == 9 && lane == 0) {
-      BatchProducer producer{shared, rank};
-      for (i32 tile = cluster; tile < p.fc_tiles; tile += clusters) producer.feed_fc(p);
-      for (i32 tile = cluster; tile < p.kv_tiles; tile += clusters) producer.feed_kv(p, counters);
+      BatchProducer producer{shared};
+      for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
+      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u, counters);
     } else if (warp >= 10) {
       const i32 begin = first + (warp - 10) * blocks, stride = ROW_WARPS * blocks;
       for (i32 row = begin; row < p.rows; row += stride) prepare_embedding(p, row, lane);
@@ -745,18 +759,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    Consumer consumer{shared, rank, thread, lane, warp, warp / 4, 0};
-    for (i32 tile = cluster; tile < p.fc_tiles; tile += clusters) {
-      consumer.run_fc(p, tile, counters);
-    }
-    for (i32 tile = cluster; tile < p.kv_tiles; tile += clusters) {
-      consumer.run_kv(p, tile, counters);
-    }
+    Consumer consumer{shared, thread, lane, warp, warp / 4};
+    for (i32 u = first; u < fc_units; u += blocks) consumer.run_fc(p, u);
+    for (i32 u = first; u < fc_units; u += blocks) consumer.reduce_fc(p, u, counters);
+    for (i32 u = first; u < kv_units; u += blocks) consumer.run_kv(p, u, counters);
+    for (i32 u = first; u < kv_units; u += blocks) consumer.reduce_kv(p, u);
     if (first == 0 && thread == 0) {
       wait_for_count(counters.embeds_ready, ROW_WARPS * blocks);  // every block has read `turn`
       *reinterpret_cast<volatile i32*>(p.counters) = 1 - turn;
     }
   }
-  __syncwarp();
-  cluster_sync();  // a peer may still be sending to this block
 }

@@ -2,7 +2,7 @@
 
 Launches: one; two if a norm stands before fc. Bytes moved per step: the fc and K/V weights once,
 and per row the aux states, an embedding row, and 2 * num_kv_heads * head_dim elements of K and V;
-the float32 partial sums stay on the chip. A padding row (negative slot) writes nothing.
+the float32 partial sums stay in L2. A padding row (negative slot) writes nothing.
 
 Sums are taken in a fixed order: the same inputs give the same bytes on every run and in a graph.
 The workspace of a device is shared by all its steps, so they must be ordered (one stream, or
@@ -27,11 +27,11 @@ AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
 MAX_ROWS = 128  # one batch tile; above it library matmuls win (profiling/results)
 THREADS = 384
 FC_ROWS, KV_ROWS, TILE_K, WEIGHT_BYTES = 256, 128, 64, 16384
-MAX_CLUSTER = 8  # the largest that every Hopper GPU grants
+MAX_KV_SPLITS = 32  # arbitrary
 NUM_COUNTERS = 64  # of each of the two sets, behind 32 integers of which the first is the turn
-# Batch tile: weight tiles and batch tiles in flight, and items of the exchange held at a time. What
-# fits the 227 KiB of a block, with as many bytes of weights in flight as that leaves.
-RINGS = {8: (11, 8, 1), 16: (10, 8, 1), 32: (10, 6, 1), 64: (9, 4, 1), 128: (6, 3, 2)}
+# Batch tile: weight tiles and batch tiles in flight. What fits the 227 KiB of a block, with as many
+# bytes of weights in flight as that leaves.
+RINGS = {8: (13, 8), 16: (12, 8), 32: (11, 8), 64: (10, 6), 128: (9, 4)}
 POOLS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -42,13 +42,23 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut: tiles of weight rows go to clusters, whose blocks split K."""
+    """How a step is cut into units: tiles of weight rows times splits of K."""
 
     batch_tile: int
-    cluster: int
-    grid: int
     fc_tiles: int
+    fc_splits: int
     kv_tiles: int
+    kv_splits: int
+
+    @property
+    def fc_partial_bytes(self) -> int:
+        """float32 sums of every unit."""
+        return 4 * self.fc_tiles * self.fc_splits * FC_ROWS * self.batch_tile
+
+    @property
+    def kv_partial_bytes(self) -> int:
+        """float32 sums of every unit."""
+        return 4 * self.kv_tiles * self.kv_splits * KV_ROWS * self.batch_tile
 
 
 @cache
@@ -100,51 +110,37 @@ def unsupported(
 
 @cache
 def make_plan(
-    *,
-    rows: int,
-    hidden: int,
-    fc_steps: int,
-    kv_rows: int,
-    head_dim: int,
-    max_clusters: tuple[int, ...],
+    *, rows: int, hidden: int, fc_steps: int, kv_rows: int, head_dim: int, blocks: int
 ) -> Plan:
-    """The cluster size with the fewest weight tiles per block.
-
-    `max_clusters[c - 1]` clusters of c blocks can be resident at once.
-    """
+    """One unit a block where that can be: split K by as much as the blocks allow."""
     used = KV_ROWS // head_dim * head_dim if head_dim < KV_ROWS else KV_ROWS
     fc_tiles, kv_tiles = ceil_div(hidden, FC_ROWS), ceil_div(kv_rows, used)
     kv_steps = ceil_div(hidden, TILE_K)
-
-    def tiles_per_block(cluster: int) -> int:
-        clusters = max_clusters[cluster - 1]
-        fc = 2 * ceil_div(fc_steps, cluster) * ceil_div(fc_tiles, clusters)
-        return fc + 2 * ceil_div(kv_steps, cluster) * ceil_div(kv_tiles, clusters)
-
-    sizes = [size for size in range(1, MAX_CLUSTER + 1) if max_clusters[size - 1]]
-    cluster = min(sizes, key=tiles_per_block)
     return Plan(
         batch_tile=next(tile for tile in RINGS if rows <= tile),
-        cluster=cluster,
-        grid=cluster * min(max_clusters[cluster - 1], max(fc_tiles, kv_tiles)),
         fc_tiles=fc_tiles,
+        fc_splits=max(1, min(blocks // fc_tiles, fc_steps)),
         kv_tiles=kv_tiles,
+        kv_splits=max(1, min(blocks // kv_tiles, kv_steps, MAX_KV_SPLITS)),
     )
 
 
-_workspaces: dict[int, list[torch.Tensor]] = {}
+_workspaces: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
 
 
-def _workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """Zeroed memory of a device; graphs hold its address, so an outgrown one is kept."""
-    held = _workspaces.setdefault(device.index, [])
+def _workspace(device: torch.device, fill: int, num_bytes: int) -> torch.Tensor:
+    """Memory of a device, first filled with a byte; graphs hold its address, so it is never freed.
+
+    Filled with 0 it starts with the counters, filled with 255 it holds the empty partial sums.
+    """
+    held = _workspaces.setdefault((device, fill), [])
     if not held or held[-1].numel() < num_bytes:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the workspace must grow to {num_bytes} bytes, which a graph capture cannot do: "
                 "run the step once with this size before capturing"
             )
-        held.append(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        held.append(torch.full((num_bytes,), fill, dtype=torch.uint8, device=device))
     return held[-1]
 
 
@@ -172,10 +168,10 @@ def _structures() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
             *group(pointer, "input_layernorm fc_bias hidden_norm kv_bias cos_sin"),
             *group(pointer, "k_buffer v_buffer"),
             *group(i64, "k_stride v_stride num_slots max_requests num_embeds"),
-            *group(pointer, "embed_rows hidden_rows square_sums counters"),
+            *group(pointer, "embed_rows hidden_rows square_sums fc_partials kv_partials counters"),
             *group(i32, "rows hidden_size num_parts part_width num_map_parts map_part_width"),
             *group(i32, "heads head_dim rotary_dim is_neox"),
-            *group(i32, "fc_tiles kv_tiles"),
+            *group(i32, "fc_tiles fc_splits kv_tiles kv_splits"),
             *group(i32, "tokens_wide seq_lens_wide requests_wide slots_wide"),
             *group(i32, "gather_embeds pool has_k_scale has_v_scale"),
             *group(f32, "k_scale v_scale eps"),
@@ -214,32 +210,17 @@ def _normalize_aux(
         slots_wide=_is_wide(slots),
         eps=layer.rms_norm_eps,
     )
-    defines = _defines(8, MAX_CLUSTER, layer.kv_proj.dtype)
+    defines = _defines(8, layer.kv_proj.dtype)
     kernel = driver.load_kernel("normalize_aux_kernel", defines, 0)
     driver.launch(kernel, params, grid=parts[0].shape[0], block=512)
 
 
-def _defines(batch_tile: int, cluster: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    names = ("BATCH_TILE", "CLUSTER", "WEIGHT_TILES", "BATCH_TILES", "SLOTS")
-    defines = list(zip(names, (batch_tile, cluster, *RINGS[batch_tile]), strict=True))
+def _defines(batch_tile: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    names = ("BATCH_TILE", "WEIGHT_TILES", "BATCH_TILES")
+    defines = list(zip(names, (batch_tile, *RINGS[batch_tile]), strict=True))
     if dtype == torch.float16:
         defines.append(("WEIGHTS_ARE_HALF", 1))
     return tuple(defines)
-
-
-@cache
-def _max_clusters(device: torch.device) -> tuple[int, ...]:
-    """Clusters of 1, 2, ... blocks that this GPU holds at once; any variant takes a whole SM."""
-    from . import driver
-
-    with torch.cuda.device(device):
-        defines = _defines(8, MAX_CLUSTER, torch.bfloat16)
-        shared_bytes = _shared_bytes(8, MAX_CLUSTER)
-        kernel = driver.load_kernel("draft_step_kernel", defines, shared_bytes)
-        return tuple(
-            driver.max_active_clusters(kernel, size, block=THREADS, shared_bytes=shared_bytes)
-            for size in range(1, MAX_CLUSTER + 1)
-        )
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -255,14 +236,12 @@ def _is_wide(tensor: torch.Tensor | None) -> int:
     return int(tensor is not None and tensor.dtype == torch.int64)
 
 
-def _shared_bytes(batch_tile: int, cluster: int) -> int:
+def _shared_bytes(batch_tile: int) -> int:
     """sizeof(Shared), rounded up, as draft_step.cu lays it out."""
-    weight_tiles, batch_tiles, slots = RINGS[batch_tile]
+    weight_tiles, batch_tiles = RINGS[batch_tile]
     tiles = weight_tiles * WEIGHT_BYTES + batch_tiles * batch_tile * TILE_K * 2
-    exchange = slots * cluster * 256 * 16
     staging = 8 * (KV_ROWS + 4) * 4 + 4 * batch_tile + 256
-    barriers = 16 * (weight_tiles + batch_tiles + 2)
-    return ceil_div(tiles + exchange + staging + barriers, 1024) * 1024
+    return ceil_div(tiles + staging + 16 * (weight_tiles + batch_tiles), 1024) * 1024
 
 
 def write_draft_kv(
@@ -293,13 +272,14 @@ def write_draft_kv(
     rows, width = parts[0].shape[0], fc.shape[1]
     normed = layer.input_norm is not None or layer.fc_norm is not None
     map_width = width if normed else parts[0].shape[1]
+    blocks = torch.cuda.get_device_properties(fc.device).multi_processor_count
     plan = make_plan(
         rows=rows,
         hidden=hidden,
         fc_steps=width // map_width * ceil_div(map_width, TILE_K),
         kv_rows=kv_proj.shape[0],
         head_dim=layer.head_dim,
-        max_clusters=_max_clusters(fc.device),
+        blocks=blocks,
     )
 
     sizes = {
@@ -313,7 +293,8 @@ def write_draft_kv(
     for name, size in sizes.items():
         offsets[name] = end
         end += ceil_div(size, 256) * 256
-    workspace = _workspace(fc.device, end)
+    workspace = _workspace(fc.device, 0, end)
+    partials = _workspace(fc.device, 255, plan.fc_partial_bytes + plan.kv_partial_bytes).data_ptr()
 
     def matrix(name: str, columns: int) -> torch.Tensor:
         region = workspace[offsets[name] : offsets[name] + 2 * rows * columns]
@@ -360,6 +341,8 @@ def write_draft_kv(
         embed_rows=embed_rows.data_ptr(),
         hidden_rows=hidden_rows.data_ptr(),
         square_sums=workspace.data_ptr() + offsets["square_sums"],
+        fc_partials=partials,
+        kv_partials=partials + plan.fc_partial_bytes,
         counters=workspace.data_ptr() + offsets["counters"],
         rows=rows,
         hidden_size=hidden,
@@ -372,7 +355,9 @@ def write_draft_kv(
         rotary_dim=layer.rotary_dim,
         is_neox=int(layer.is_neox_style),
         fc_tiles=plan.fc_tiles,
+        fc_splits=plan.fc_splits,
         kv_tiles=plan.kv_tiles,
+        kv_splits=plan.kv_splits,
         tokens_wide=_is_wide(token_ids),
         seq_lens_wide=_is_wide(positions),
         requests_wide=_is_wide(req_pool_indices),
@@ -385,16 +370,14 @@ def write_draft_kv(
         v_scale=_rounded(v_scale, dtype),
         eps=layer.rms_norm_eps,
     )
-    shared_bytes = _shared_bytes(plan.batch_tile, plan.cluster)
-    defines = _defines(plan.batch_tile, plan.cluster, dtype)
+    shared_bytes = _shared_bytes(plan.batch_tile)
     driver.launch(
-        driver.load_kernel("draft_step_kernel", defines, shared_bytes),
+        driver.load_kernel("draft_step_kernel", _defines(plan.batch_tile, dtype), shared_bytes),
         params,
-        grid=plan.grid,
+        grid=blocks,
         block=THREADS,
         shared_bytes=shared_bytes,
         cooperative=True,
-        cluster=plan.cluster,
     )
 
 

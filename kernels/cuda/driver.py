@@ -1,8 +1,8 @@
 """Compile for sm_90a, describe tensors to the copy engine, launch: what cupy does not offer.
 
 cupy's own compile step names the target sm_90, which lacks wgmma, so NVRTC is called for sm_90a and
-the machine code handed to `cupy.RawModule`. Its launch has no room for clusters, so
-`cuLaunchKernelEx` is called through ctypes.
+the machine code handed to `cupy.RawModule`. Its launch takes no struct by value as large as three
+of the copy engine's tensor maps, so `cuLaunchKernelEx` is called through ctypes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 SOURCES = ("primitives.cuh", "wgmma.cuh", "draft_step.cu")
 TILE_K = 64
 
-_COOPERATIVE, _CLUSTER_DIMENSION = 2, 4  # CUlaunchAttributeID
+_COOPERATIVE = 2  # CUlaunchAttributeID
 _ELEMENT_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B = 3, 2, 3
 
@@ -127,24 +127,6 @@ def map_of(tensor: torch.Tensor, box_rows: int, weights: bool = False) -> Tensor
     )
 
 
-def _launch_config(
-    *, grid: int, block: int, shared_bytes: int, cooperative: bool, cluster: int
-) -> _LaunchConfig:
-    attributes = []
-    if cooperative:
-        attributes.append(_Attribute(_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
-    if cluster > 1:
-        attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
-    return _LaunchConfig(
-        grid=(grid, 1, 1),
-        block=(block, 1, 1),
-        shared_bytes=shared_bytes,
-        stream=torch.cuda.current_stream().cuda_stream,
-        attributes=(_Attribute * max(1, len(attributes)))(*attributes),
-        num_attributes=len(attributes),
-    )
-
-
 def launch(
     kernel: Any,
     params: ctypes.Structure,
@@ -153,30 +135,22 @@ def launch(
     block: int,
     shared_bytes: int = 0,
     cooperative: bool = False,
-    cluster: int = 1,
 ) -> None:
     """Launch on torch's current stream with one parameter passed by value."""
-    config = _launch_config(
-        grid=grid, block=block, shared_bytes=shared_bytes, cooperative=cooperative, cluster=cluster
+    attribute = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(int(cooperative)))
+    config = _LaunchConfig(
+        grid=(grid, 1, 1),
+        block=(block, 1, 1),
+        shared_bytes=shared_bytes,
+        stream=torch.cuda.current_stream().cuda_stream,
+        attributes=ctypes.pointer(attribute),
+        num_attributes=1,
     )
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     status = _cuda().cuLaunchKernelEx(
         ctypes.byref(config), ctypes.c_void_p(kernel.kernel.ptr), arguments, None
     )
     _check(status, "cuLaunchKernelEx")
-
-
-def max_active_clusters(kernel: Any, cluster: int, *, block: int, shared_bytes: int) -> int:
-    """How many clusters of that many blocks can be resident at once; 0 if none."""
-    config = _launch_config(
-        grid=cluster, block=block, shared_bytes=shared_bytes, cooperative=False, cluster=cluster
-    )
-    count = ctypes.c_int()
-    status = _cuda().cuOccupancyMaxActiveClusters(
-        ctypes.byref(count), ctypes.c_void_p(kernel.kernel.ptr), ctypes.byref(config)
-    )
-    _check(status, "cuOccupancyMaxActiveClusters")
-    return count.value
 
 
 def pointers(tensors: Sequence[torch.Tensor], count: int) -> Any:

@@ -26,29 +26,6 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// No cluster-wide release: it would cost a device-wide fence, and the arrival announces reads only.
-__device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(cta)
-      : "memory");
-}
-
-// Store to a peer block's shared memory, counted in bytes by its barrier. Both addresses are this
-// block's own, for the same places.
-__device__ __forceinline__ void send_remote(u32 address, u32 barrier, u32 cta, const float4& x) {
-  asm volatile(
-      "{\n.reg .b32 to, signal;\n"
-      "mapa.shared::cluster.u32 to, %0, %2;\n"
-      "mapa.shared::cluster.u32 signal, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, "
-      "[signal];\n}" ::"r"(address),
-      "r"(barrier), "r"(cta), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-      : "memory");
-}
-
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -68,18 +45,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
 }
 
 // Bulk tensor copies ---------------------------------------------------------------------------
@@ -110,6 +75,22 @@ __device__ __forceinline__ void wait_for_count(const i32* counter, i32 count) {
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
   } while (seen < count);
+}
+
+// Past L1, and not moved by the compiler.
+__device__ __forceinline__ float4 load_relaxed(const float4* from) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_relaxed(float4* to, const float4& x) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
 }
 
 // wgmma bookkeeping ----------------------------------------------------------------------------
