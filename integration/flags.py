@@ -125,6 +125,9 @@ def server_args(**kwargs: Any) -> ServerArgs:
     Raises:
         ValueError: contradictory or out-of-range values.
     """
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # as sglang.Engine does: before ServerArgs, which plugins may hook
     from sglang.srt.server_args import ServerArgs
 
     arguments = pop_arguments(kwargs)

@@ -6,7 +6,12 @@ import importlib.util
 
 import pytest
 
-NEEDS_SGLANG = ("test_server.py", "test_flags_in_sglang.py", "test_real_server.py")
+NEEDS_SGLANG = (
+    "test_server.py",
+    "test_flags_in_sglang.py",
+    "test_real_server.py",
+    "test_gpu_server.py",
+)
 
 
 def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None:

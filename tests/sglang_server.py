@@ -286,13 +286,10 @@ def cpu_backends() -> dict[str, str]:
 
 
 def _build_scheduler(arguments: dict[str, Any]) -> Any:
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
+    record = server_args(**arguments)
     import sglang.srt.managers.scheduler as module
     from sglang.srt.server_args import PortArgs
 
-    record = server_args(**arguments)
     if SGLANG == "0.5.17":
         module.publish(record, role="scheduler")
         ranks = {"gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0}

@@ -80,7 +80,7 @@ def capture(model_runner: Any, fallback: FusedFallback) -> DecodeGraphs:
     if largest < cap:
         logger.warning(
             "fused fallback: off steps of more than %d requests run eagerly: raise "
-            "--cuda-graph-max-bs to --max-running-requests %d",
+            "--cuda-graph-max-bs-decode to --max-running-requests %d",
             largest,
             cap,
         )
