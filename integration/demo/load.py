@@ -186,22 +186,23 @@ class Load:
 
     async def _hold(self, concurrency: int, seconds: float) -> Phase:
         self._target = concurrency
-        for _ in range(concurrency - len(self._tasks)):
-            self._send_next(concurrency)
         while len(self._tasks) > concurrency:
             await self._collect(None)
+        self._fill(concurrency)
         begin, answered = await self.sample(), len(self.answers)
         left = MAX_REQUESTS_PER_SLOT * concurrency
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0 and left > 0:
             await self._collect(remaining)
-            for _ in range(concurrency - len(self._tasks)):
-                self._send_next(concurrency)
-                left -= 1
+            left -= self._fill(concurrency)
         return Phase(concurrency, len(self.answers) - answered, begin, await self.sample())
 
-    def _send_next(self, concurrency: int) -> None:
-        self._send(next(self._numbers) % len(self.prompts), concurrency)
+    def _fill(self, concurrency: int) -> int:
+        """Send what is missing to `concurrency` running requests; returns how many."""
+        missing = range(concurrency - len(self._tasks))
+        for _ in missing:
+            self._send(next(self._numbers) % len(self.prompts), concurrency)
+        return len(missing)
 
     def _send(self, number: int, concurrency: int) -> None:
         self._tasks.add(asyncio.create_task(self._request(number, concurrency)))

@@ -126,21 +126,22 @@ class Server:
         Raises:
             ServerError: it ended, or `timeout` seconds passed.
         """
-        retried = False
+        ports = [self.port]
         while not await self._healthy(session):
-            if self.process.poll() is not None:
-                if "address already in use" not in self.log_end().lower() or retried:
-                    self.fail(f"ended with exit code {self.process.returncode} at start")
-                retried, self.port = True, free_port()
-                kill_group(self.process)
+            if len(ports) == 1 and "address already in use" in self.log_end().lower():
+                kill_group(self.process)  # it stays up without its port
+                self.port = free_port()
+                ports.append(self.port)
                 self._launch()
-            if time.monotonic() - self.began > self.timeout:
+            elif self.process.poll() is not None:
+                self.fail(f"ended with exit code {self.process.returncode} at start")
+            elif time.monotonic() - self.began > self.timeout:
                 self.fail(f"did not answer within {self.timeout:.0f} seconds")
             await asyncio.sleep(0.3)
         self.seconds_to_start = time.monotonic() - self.began
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool:
-        timeout = aiohttp.ClientTimeout(total=20)
+        timeout = aiohttp.ClientTimeout(total=10)
         try:
             async with session.get(f"{self.url}/health", timeout=timeout) as response:
                 return response.status == 200
