@@ -55,12 +55,15 @@ class Display:
         begin, end = ("\r\x1b[K", "\n" if stays else "") if self.overwrites else ("", "\n")
         print(f"{begin}[{self.seconds:5.1f} s] {text}", end=end, flush=True)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Show the last sample: each on a terminal, else one a second."""
-        if self.overwrites or self.seconds - self._shown >= 1:
+    def update(self, text: str, *, every: float) -> None:
+        """A line that the next one overwrites on a terminal; elsewhere one each `every` seconds."""
+        if self.overwrites or self.seconds - self._shown >= every:
             self._shown = self.seconds
-            earlier = report.before(samples, samples[-1])
-            self.line(report.status(samples[-1], earlier), stays=False)
+            self.line(text, stays=False)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Show the last sample."""
+        self.update(report.status(samples[-1], report.before(samples, samples[-1])), every=1)
 
 
 class Demo:
@@ -118,7 +121,6 @@ class Demo:
         sglang = self.environment.python.with_name("sglang")
         command = [str(sglang), "serve", "--model-path", str(PAIR / "target")]
         what = "with the fused fallback" if flags else "without speculation"
-        self.display.line(f"starting sglang serve {what}")
         async with Server(
             [*command, *self.environment.server_arguments(), *self._comparable(), *flags],
             # SGLang leaves its sockets behind in the folder for temporary files.
@@ -126,7 +128,9 @@ class Demo:
             log=self.options.out / f"server-{name}.log",
             timeout=START_TIMEOUT,
         ) as server:
-            await server.wait_until_ready(session)
+            await server.wait_until_ready(
+                session, lambda: self.display.update(f"starting sglang serve {what} ...", every=15)
+            )
             self.stages[f"start {what}"] = server.seconds_to_start
             self.display.line(f"it answers at {server.url} after {server.seconds_to_start:.0f} s")
             began = self.display.seconds
@@ -166,6 +170,7 @@ class Demo:
         report.write(record, self.options.out)
         print(f"\n{report.table(record['phases'])}\n")
         print(report.verdict(record))
+        print(f"demo.json and demo.png are in {self.options.out}")
         if not (failures or self.options.keep_log):
             for name in ("plain", "fused"):
                 (self.options.out / f"server-{name}.log").unlink()

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -120,8 +120,10 @@ class Server:
                 start_new_session=True,
             )
 
-    async def wait_until_ready(self, session: aiohttp.ClientSession) -> None:
-        """Return once the server answers requests.
+    async def wait_until_ready(
+        self, session: aiohttp.ClientSession, waiting: Callable[[], None] = lambda: None
+    ) -> None:
+        """Return once the server answers requests; call `waiting` now and then until it does.
 
         Raises:
             ServerError: it ended, or `timeout` seconds passed.
@@ -137,6 +139,7 @@ class Server:
                 self.fail(f"ended with exit code {self.process.returncode} at start")
             elif time.monotonic() - self.began > self.timeout:
                 self.fail(f"did not answer within {self.timeout:.0f} seconds")
+            waiting()
             await asyncio.sleep(0.3)
         self.seconds_to_start = time.monotonic() - self.began
 
