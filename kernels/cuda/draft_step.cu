@@ -20,8 +20,8 @@
 // A padding row (negative slot) gets a zero embedding row and stores nothing; its columns of the
 // products meet no other row. Rows past the batch are zero-filled by the copy engine.
 //
-// Compile-time: BATCH_TILE (8 to 128 rows), WEIGHT_TILES and BATCH_TILES of the rings,
-// WEIGHTS_ARE_HALF.
+// Compile-time: BATCH_TILE (8 to 128 rows), WEIGHT_TILES and BATCH_TILES of the rings, IN_FLIGHT
+// weight tiles not landed yet, WEIGHTS_ARE_HALF.
 
 constexpr int CONSUMERS = 256;
 constexpr int THREADS = 384;
@@ -35,7 +35,9 @@ constexpr int GROUPS = BATCH_TILE / 8;
 constexpr int PITCH = KV_ROWS + 4;
 constexpr int FC_ITEMS = 2 * GROUPS;  // an item of a tile's sums: four registers of every consumer
 constexpr int KV_ITEMS = GROUPS;
-constexpr int NUM_COUNTERS = 64;
+constexpr int FC_BATCH = FC_ITEMS >= 32 ? 4 : FC_ITEMS >= 16 ? 2 : 1;  // items added up at once
+constexpr int KV_BATCH = KV_ITEMS >= 16 ? 2 : 1;
+constexpr int NUM_COUNTERS = 128;
 constexpr u32 EMPTY = 0xFFFFFFFF;     // a NaN that no arithmetic produces
 
 enum { POOL_BF16, POOL_FP16, POOL_E4M3, POOL_E5M2 };
@@ -81,6 +83,7 @@ struct Params {
   i32 num_map_parts, map_part_width;  // of aux_maps: one packed workspace where a norm precedes fc
   i32 heads, head_dim, rotary_dim, is_neox;
   i32 fc_tiles, fc_splits, kv_tiles, kv_splits;
+  i32 kv_after;             // fc units to be multiplied before K and V weights are fetched
   i32 tokens_wide, seq_lens_wide, requests_wide, slots_wide;  // int64 if set, else int32
   i32 gather_embeds, pool;
   i32 has_k_scale, has_v_scale;
@@ -91,6 +94,7 @@ struct Params {
 // first block zeroes the other set and flips `turn` for the next launch.
 struct Counters {
   i32* embeds_ready;  // row warps of all blocks
+  i32* fc_done;       // fc units multiplied
   i32* hidden_ready;  // shares of all fc tiles
 };
 
@@ -100,10 +104,10 @@ struct alignas(1024) Shared {
   u64 weights_full[WEIGHT_TILES], weights_empty[WEIGHT_TILES];
   u64 batch_full[BATCH_TILES], batch_empty[BATCH_TILES];
   float inverse_rms[BATCH_TILE];
-  float warp_sums[8][8];
+  float warp_sums[FC_BATCH][8][8];
   union {
-    u16 hidden[8][2][72];  // [batch row][warpgroup][64 weight rows, padded]
-    float kv[8][PITCH];    // [batch row][128 weight rows, padded]
+    u16 hidden[FC_BATCH][8][2][72];  // [item][batch row][warpgroup][64 weight rows, padded]
+    float kv[KV_BATCH][8][PITCH];    // [item][batch row][128 weight rows, padded]
   } staging;
 };
 
@@ -249,9 +253,15 @@ __device__ __forceinline__ void wait_empty(u64 (&empty)[TILES], const Cursor<TIL
 // Weights depend on nothing: the ring fills with K and V weights while fc is being added up.
 struct WeightProducer {
   Shared& shared;
-  Cursor<WEIGHT_TILES> cursor;
+  i32 issued;
+  Cursor<WEIGHT_TILES> cursor, landed;
 
   __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 first, i32 second) {
+    // A deeper queue is no faster, and everything else that goes to L2 would wait behind it.
+    if (issued++ >= IN_FLIGHT) {
+      barrier_wait(shared_address(&shared.weights_full[landed.tile]), landed.parity);
+      landed.advance();
+    }
     wait_empty(shared.weights_empty, cursor);
     const u32 to = shared_address(shared.weights[cursor.tile]);
     const u32 full = shared_address(&shared.weights_full[cursor.tile]);
@@ -273,7 +283,9 @@ struct WeightProducer {
     }
   }
 
-  __device__ void feed_kv(const Params& p, i32 unit) {
+  // Blocks that are ahead hold back, or they take the bandwidth from fc, which all wait for.
+  __device__ void feed_kv(const Params& p, i32 unit, const Counters& counters) {
+    wait_for_count(counters.fc_done, p.kv_after);
     const Range range = share(kv_steps(p), unit / p.kv_tiles, p.kv_splits);
     const KvTile rows = kv_tile_at(p, unit % p.kv_tiles);
     for (i32 half = 0; half < 2; ++half) {
@@ -421,42 +433,57 @@ struct Consumer {
     }
   }
 
-  // Adds up one item: `from` is this thread's place in the first split's part, EMPTY afterwards.
-  __device__ __forceinline__ float4 add_up(float4* from, i32 splits) {
-    // One lane a split watches the last thread's sums, so that the others do not load L2 with polls.
-    for (i32 split = thread; split < splits; split += CONSUMERS) {
-      float4 x;
-      do x = load_relaxed(from + (split + 1) * CONSUMERS - 1 - thread);
-      while (is_empty(x));
+  // Adds up items `first`, `first + splits`, ... of a tile, whose partial sums are EMPTY afterwards.
+  template <int BATCH, int ITEMS>
+  __device__ __forceinline__ void add_up(float4* tile, i32 first, i32 splits,
+                                         float4 (&totals)[BATCH]) {
+    // A lane a share watches its last thread's sums, so that the others do not load L2 with polls.
+    for (i32 i = thread; i < BATCH * splits; i += CONSUMERS) {
+      const i32 item = first + i / splits * splits;
+      if (item >= ITEMS) break;
+      const float4* last = tile + (item * splits + i % splits + 1) * CONSUMERS - 1;
+      while (is_empty(load_relaxed(last))) {
+      }
     }
     named_barrier(1, CONSUMERS);
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (i32 begin = 0; begin < splits; begin += 8) {
-      float4 x[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (begin + i < splits) x[i] = load_relaxed(from + (begin + i) * CONSUMERS);
+    for (int b = 0; b < BATCH; ++b) totals[b] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (i32 begin = 0; begin < splits; begin += 8) {
+      float4 x[BATCH][8];
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const i32 item = first + b * splits;
+          if (item < ITEMS && begin + i < splits) {
+            x[b][i] = load_relaxed(tile + (item * splits + begin + i) * CONSUMERS + thread);
+          }
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (begin + i >= splits) break;
-        float4* place = from + (begin + i) * CONSUMERS;
-        while (is_empty(x[i])) x[i] = load_relaxed(place);
-        *place = empty();
-        total.x += x[i].x;
-        total.y += x[i].y;
-        total.z += x[i].z;
-        total.w += x[i].w;
+      for (int b = 0; b < BATCH; ++b) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const i32 item = first + b * splits;
+          if (item >= ITEMS || begin + i >= splits) break;
+          float4* place = tile + (item * splits + begin + i) * CONSUMERS + thread;
+          while (is_empty(x[b][i])) x[b][i] = load_relaxed(place);
+          *place = empty();
+          totals[b].x += x[b][i].x;
+          totals[b].y += x[b][i].y;
+          totals[b].z += x[b][i].z;
+          totals[b].w += x[b][i].w;
+        }
       }
     }
-    return total;
   }
 
-  __device__ void run_fc(const Params& p, i32 unit) {
+  __device__ void run_fc(const Params& p, i32 unit, const Counters& counters) {
     const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
     const Range range = share(fc_steps(p), split, p.fc_splits);
     clear();
     multiply_fc(range.end - range.begin);
+    if (thread == 0) atomicAdd(counters.fc_done, 1);
     float4* to = p.fc_partials + (tile * FC_ITEMS * p.fc_splits + split) * CONSUMERS + thread;
 #pragma unroll
     for (int item = 0; item < FC_ITEMS; ++item) {
@@ -468,9 +495,22 @@ struct Consumer {
   __device__ void reduce_fc(const Params& p, i32 unit, const Counters& counters) {
     const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
     if (split >= FC_ITEMS) return;
-    float4* from = p.fc_partials + tile * FC_ITEMS * p.fc_splits * CONSUMERS + thread;
-    for (i32 item = split; item < FC_ITEMS; item += p.fc_splits) {
-      store_hidden(p, tile, item, add_up(from + item * p.fc_splits * CONSUMERS, p.fc_splits));
+    float4* partials = p.fc_partials + tile * FC_ITEMS * p.fc_splits * CONSUMERS;
+    for (i32 item = split; item < FC_ITEMS; item += FC_BATCH * p.fc_splits) {
+      float4 totals[FC_BATCH];
+      add_up<FC_BATCH, FC_ITEMS>(partials, item, p.fc_splits, totals);
+#pragma unroll
+      for (int b = 0; b < FC_BATCH; ++b) {
+        if (item + b * p.fc_splits < FC_ITEMS) {
+          stage_hidden(p, tile, item + b * p.fc_splits, totals[b], b);
+        }
+      }
+      named_barrier(1, CONSUMERS);
+#pragma unroll
+      for (int b = 0; b < FC_BATCH; ++b) {
+        if (item + b * p.fc_splits < FC_ITEMS) store_hidden(p, tile, item + b * p.fc_splits, b);
+      }
+      named_barrier(1, CONSUMERS);
     }
     proxy_fence();
     named_barrier(1, CONSUMERS);
@@ -478,13 +518,11 @@ struct Consumer {
   }
 
   // An item is 8 batch rows x 64 weight rows of each warpgroup.
-  __device__ __forceinline__ void store_hidden(const Params& p, i32 tile, i32 item,
-                                               const float4& total) {
-    const i32 half = item & 1, first_row = item / 2 * 8;
-    const i32 in_segment = warp % 4 * 16 + lane / 4;
-    const i32 n = tile * FC_ROWS + group * 128 + half * 64 + in_segment;
+  __device__ __forceinline__ void stage_hidden(const Params& p, i32 tile, i32 item,
+                                               const float4& total, int b) {
+    const i32 in_segment = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;
+    const i32 n = tile * FC_ROWS + group * 128 + item % 2 * 64 + in_segment;
     const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};  // [n, n + 8][batch row]
-    const i32 column = lane % 4 * 2;
     float squares[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -495,7 +533,8 @@ struct Consumer {
       for (int j = 0; j < 2; ++j) {
         const float h = values[i][j] + bias;
         squares[j] += valid ? h * h : 0.f;
-        shared.staging.hidden[column + j][group][in_segment + i * 8] = to_weight_dtype(h * weight);
+        shared.staging.hidden[b][column + j][group][in_segment + i * 8] =
+            to_weight_dtype(h * weight);
       }
     }
 #pragma unroll
@@ -504,23 +543,25 @@ struct Consumer {
       for (int offset = 4; offset < 32; offset *= 2) {
         squares[j] += __shfl_xor_sync(~0u, squares[j], offset);
       }
-      if (lane < 4) shared.warp_sums[warp][column + j] = squares[j];
+      if (lane < 4) shared.warp_sums[b][warp][column + j] = squares[j];
     }
-    named_barrier(1, CONSUMERS);
+  }
+
+  __device__ __forceinline__ void store_hidden(const Params& p, i32 tile, i32 item, int b) {
+    const i32 half = item % 2, first_row = item / 2 * 8;
     if (thread < 128) {
       const i32 row = first_row + thread / 16, segment = thread / 8 % 2, at = thread % 8 * 8;
       const i32 to = tile * FC_ROWS + segment * 128 + half * 64 + at;
       if (row < p.rows && to < p.hidden_size) {
         *reinterpret_cast<uint4*>(p.hidden_rows + static_cast<i64>(row) * p.hidden_size + to) =
-            *reinterpret_cast<const uint4*>(&shared.staging.hidden[thread / 16][segment][at]);
+            *reinterpret_cast<const uint4*>(&shared.staging.hidden[b][thread / 16][segment][at]);
       }
     } else if (thread < 136) {
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum += shared.warp_sums[i][thread - 128];
+      for (int i = 0; i < 8; ++i) sum += shared.warp_sums[b][i][thread - 128];
       p.square_sums[(first_row + thread - 128) * p.fc_tiles * 2 + tile * 2 + half] = sum;
     }
-    named_barrier(1, CONSUMERS);
   }
 
   // 1 / RMS of `hidden` for every row of the batch tile, BATCH_TILE / 8 rows a warp.
@@ -566,17 +607,31 @@ struct Consumer {
   }
 
   __device__ void reduce_kv(const Params& p, i32 unit) {
-    const i32 tile = unit % p.kv_tiles;
+    const i32 tile = unit % p.kv_tiles, row = thread / 32, in_tile = lane * 4;
     const KvTile rows = kv_tile_at(p, tile);
-    float4* from = p.kv_partials + tile * KV_ITEMS * p.kv_splits * CONSUMERS + thread;
-    for (i32 item = unit / p.kv_tiles; item < KV_ITEMS; item += p.kv_splits) {
-      store_item(p, rows, item, add_up(from + item * p.kv_splits * CONSUMERS, p.kv_splits));
+    float4* partials = p.kv_partials + tile * KV_ITEMS * p.kv_splits * CONSUMERS;
+    for (i32 item = unit / p.kv_tiles; item < KV_ITEMS; item += KV_BATCH * p.kv_splits) {
+      Target targets[KV_BATCH];
+      float4 totals[KV_BATCH];
+#pragma unroll
+      for (int b = 0; b < KV_BATCH; ++b) {
+        targets[b] = target_at(p, rows, (item + b * p.kv_splits) * 8 + row, in_tile);
+      }
+      add_up<KV_BATCH, KV_ITEMS>(partials, item, p.kv_splits, totals);
+#pragma unroll
+      for (int b = 0; b < KV_BATCH; ++b) stage_kv(p, rows, totals[b], b);
+      named_barrier(1, CONSUMERS);
+#pragma unroll
+      for (int b = 0; b < KV_BATCH; ++b) {
+        store_kv(p, targets[b], shared.staging.kv[b][row], in_tile);
+      }
+      named_barrier(1, CONSUMERS);
     }
   }
 
   // An item is 8 batch rows x the 128 weight rows of the tile.
-  __device__ __forceinline__ void store_item(const Params& p, const KvTile& rows, i32 item,
-                                             const float4& total) {
+  __device__ __forceinline__ void stage_kv(const Params& p, const KvTile& rows,
+                                           const float4& total, int b) {
     const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -586,49 +641,74 @@ struct Consumer {
       const float bias = valid && p.kv_bias ? to_float(__ldg(p.kv_bias + n)) : 0.f;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        shared.staging.kv[lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
+        shared.staging.kv[b][lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
       }
     }
-    named_barrier(1, CONSUMERS);
-    store_kv(p, rows, item * 8 + thread / 32, shared.staging.kv[thread / 32], lane * 4);
-    named_barrier(1, CONSUMERS);
   }
 
-  // Four neighbouring elements of one head: rotate, scale, convert, store.
-  __device__ __forceinline__ void store_kv(const Params& p, const KvTile& rows, i32 row,
-                                           const float* tile, i32 in_tile) {
+  // Where four neighbouring elements of one head go, looked up before their sums have arrived.
+  struct Target {
+    i64 slot;  // negative if nowhere
+    i32 in_side, d;
+    bool is_v;
+    float cos[4], sin[4];
+  };
+
+  __device__ __forceinline__ bool is_first_of_pair(const Params& p, i32 d) {
+    return p.is_neox ? d < p.rotary_dim / 2 : d % 2 == 0;
+  }
+
+  __device__ __forceinline__ Target target_at(const Params& p, const KvTile& rows, i32 row,
+                                              i32 in_tile) {
+    Target target;
     const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
-    if (row >= p.rows || in_tile >= rows.used || n >= 2 * p.heads * p.head_dim) return;
+    target.slot = -1;
+    if (row >= p.rows || in_tile >= rows.used || n >= 2 * p.heads * p.head_dim) return target;
     const i64 slot = load_index(p.slots, row, p.slots_wide);
-    if (slot < 0 || slot >= p.num_slots) return;
-    const bool is_v = n >= p.heads * p.head_dim;
-    const i32 in_side = is_v ? n - p.heads * p.head_dim : n;
-    const i32 d = in_side % p.head_dim, half = p.rotary_dim / 2;
+    if (slot < 0 || slot >= p.num_slots) return target;
+    target.slot = slot;
+    target.is_v = n >= p.heads * p.head_dim;
+    target.in_side = target.is_v ? n - p.heads * p.head_dim : n;
+    target.d = target.in_side % p.head_dim;
+    if (target.is_v) return target;
+    const i64 position = load_index(p.seq_lens, row, p.seq_lens_wide);
+    const float* cos_sin = p.cos_sin + position * p.rotary_dim;
+    const i32 half = p.rotary_dim / 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const i32 d = target.d + i;
+      if (d >= p.rotary_dim) break;
+      const i32 frequency = !p.is_neox ? d / 2 : d < half ? d : d - half;
+      target.cos[i] = __ldg(cos_sin + frequency);
+      target.sin[i] = __ldg(cos_sin + half + frequency);
+    }
+    return target;
+  }
+
+  // Rotate, scale, convert, store. `tile` is the batch row's 128 values.
+  __device__ __forceinline__ void store_kv(const Params& p, const Target& target,
+                                           const float* tile, i32 in_tile) {
+    if (target.slot < 0) return;
     float values[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = tile[in_tile + i];
-    if (!is_v && d < p.rotary_dim) {
-      const float* cos_sin =
-          p.cos_sin + load_index(p.seq_lens, row, p.seq_lens_wide) * p.rotary_dim;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const i32 at = d + i;
-        if (at >= p.rotary_dim) break;
-        const bool first = p.is_neox ? at < half : at % 2 == 0;
-        const i32 distance = !p.is_neox ? 1 : splits_heads(p) ? 64 : half;
-        const i32 frequency = !p.is_neox ? at / 2 : first ? at : at - half;
+    for (int i = 0; i < 4; ++i) {
+      const i32 d = target.d + i;
+      values[i] = tile[in_tile + i];
+      if (!target.is_v && d < p.rotary_dim) {
+        const bool first = is_first_of_pair(p, d);
+        const i32 distance = !p.is_neox ? 1 : splits_heads(p) ? 64 : p.rotary_dim / 2;
         const float partner = tile[in_tile + i + (first ? distance : -distance)];
-        const float cos = __ldg(cos_sin + frequency), sin = __ldg(cos_sin + half + frequency);
-        values[i] = rounded(tile[in_tile + i] * cos + (first ? -partner : partner) * sin);
+        values[i] =
+            rounded(values[i] * target.cos[i] + (first ? -partner : partner) * target.sin[i]);
       }
     }
-    if (is_v ? p.has_v_scale : p.has_k_scale) {
-      const float scale = is_v ? p.v_scale : p.k_scale;
+    if (target.is_v ? p.has_v_scale : p.has_k_scale) {
+      const float scale = target.is_v ? p.v_scale : p.k_scale;
 #pragma unroll
       for (int i = 0; i < 4; ++i) values[i] = rounded(__fdiv_rn(values[i], scale));
     }
-    u8* buffer = is_v ? p.v_buffer : p.k_buffer;
-    const i64 element = slot * (is_v ? p.v_stride : p.k_stride) + in_side;
+    u8* buffer = target.is_v ? p.v_buffer : p.k_buffer;
+    const i64 element = target.slot * (target.is_v ? p.v_stride : p.k_stride) + target.in_side;
     if (p.pool == POOL_BF16 || p.pool == POOL_FP16) {
       ushort4 out;
       u16* to = reinterpret_cast<u16*>(&out);
@@ -720,7 +800,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const i32 fc_units = p.fc_tiles * p.fc_splits, kv_units = p.kv_tiles * p.kv_splits;
   const i32 turn = *reinterpret_cast<volatile i32*>(p.counters);
   i32* set = p.counters + 32 + turn * NUM_COUNTERS;
-  const Counters counters{set, set + 32};
+  const Counters counters{set, set + 32, set + 64};
 
   if (thread == 0) {
     for (int i = 0; i < WEIGHT_TILES; ++i) {
@@ -738,9 +818,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
     if (warp == 8 && lane == 0) {
-      WeightProducer producer{shared};
+      WeightProducer producer{shared, 0};
       for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
-      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u);
+      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u, counters);
     } else if (warp == 9 && lane == 0) {
       BatchProducer producer{shared};
       for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
@@ -760,7 +840,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     Consumer consumer{shared, thread, lane, warp, warp / 4};
-    for (i32 u = first; u < fc_units; u += blocks) consumer.run_fc(p, u);
+    for (i32 u = first; u < fc_units; u += blocks) consumer.run_fc(p, u, counters);
     for (i32 u = first; u < fc_units; u += blocks) consumer.reduce_fc(p, u, counters);
     for (i32 u = first; u < kv_units; u += blocks) consumer.run_kv(p, u, counters);
     for (i32 u = first; u < kv_units; u += blocks) consumer.reduce_kv(p, u);

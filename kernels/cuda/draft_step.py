@@ -28,7 +28,9 @@ MAX_ROWS = 128  # one batch tile; above it library matmuls win (profiling/result
 THREADS = 384
 FC_ROWS, KV_ROWS, TILE_K, WEIGHT_BYTES = 256, 128, 64, 16384
 MAX_KV_SPLITS = 32  # arbitrary
-NUM_COUNTERS = 64  # of each of the two sets, behind 32 integers of which the first is the turn
+KV_AFTER = 0.75
+IN_FLIGHT = 4
+NUM_COUNTERS = 128  # of each of the two sets, behind 32 integers of which the first is the turn
 # Batch tile: weight tiles and batch tiles in flight. What fits the 227 KiB of a block, with as many
 # bytes of weights in flight as that leaves.
 RINGS = {8: (13, 8), 16: (12, 8), 32: (11, 8), 64: (10, 6), 128: (9, 4)}
@@ -171,7 +173,7 @@ def _structures() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
             *group(pointer, "embed_rows hidden_rows square_sums fc_partials kv_partials counters"),
             *group(i32, "rows hidden_size num_parts part_width num_map_parts map_part_width"),
             *group(i32, "heads head_dim rotary_dim is_neox"),
-            *group(i32, "fc_tiles fc_splits kv_tiles kv_splits"),
+            *group(i32, "fc_tiles fc_splits kv_tiles kv_splits kv_after"),
             *group(i32, "tokens_wide seq_lens_wide requests_wide slots_wide"),
             *group(i32, "gather_embeds pool has_k_scale has_v_scale"),
             *group(f32, "k_scale v_scale eps"),
@@ -216,8 +218,8 @@ def _normalize_aux(
 
 
 def _defines(batch_tile: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    names = ("BATCH_TILE", "WEIGHT_TILES", "BATCH_TILES")
-    defines = list(zip(names, (batch_tile, *RINGS[batch_tile]), strict=True))
+    names = ("BATCH_TILE", "WEIGHT_TILES", "BATCH_TILES", "IN_FLIGHT")
+    defines = list(zip(names, (batch_tile, *RINGS[batch_tile], IN_FLIGHT), strict=True))
     if dtype == torch.float16:
         defines.append(("WEIGHTS_ARE_HALF", 1))
     return tuple(defines)
@@ -240,7 +242,10 @@ def _shared_bytes(batch_tile: int) -> int:
     """sizeof(Shared), rounded up, as draft_step.cu lays it out."""
     weight_tiles, batch_tiles = RINGS[batch_tile]
     tiles = weight_tiles * WEIGHT_BYTES + batch_tiles * batch_tile * TILE_K * 2
-    staging = 8 * (KV_ROWS + 4) * 4 + 4 * batch_tile + 256
+    items = 2 * batch_tile // 8
+    batch = 4 if items >= 32 else 2 if items >= 16 else 1
+    staging = 8 * (KV_ROWS + 4) * 4 * max(1, batch // 2) + 2304 * batch + 256 * batch
+    staging += 4 * batch_tile
     return ceil_div(tiles + staging + 16 * (weight_tiles + batch_tiles), 1024) * 1024
 
 
@@ -358,6 +363,7 @@ def write_draft_kv(
         fc_splits=plan.fc_splits,
         kv_tiles=plan.kv_tiles,
         kv_splits=plan.kv_splits,
+        kv_after=int(KV_AFTER * plan.fc_tiles * plan.fc_splits),
         tokens_wide=_is_wide(token_ids),
         seq_lens_wide=_is_wide(positions),
         requests_wide=_is_wide(req_pool_indices),
