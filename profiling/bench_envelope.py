@@ -48,6 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--load-format", default="auto")
     add("--kv-tokens", type=int, help="size of each KV pool (default: what the load needs)")
     add("--server-args", type=json.loads, default={}, metavar="JSON", help="further ServerArgs")
+    add("--commit", help="recorded; default: the repository's HEAD")
     add("--out", type=Path, help="default: profiling/results/envelope_<device>_<sglang>.json")
     add("--serve", choices=MODES, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -69,6 +70,7 @@ def server_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         "max_total_tokens": options.kv_tokens or tokens,
         "mem_fraction_static": 0.8,
         "random_seed": 1,
+        "port": 30000 + 500 * MODES.index(mode),  # ports are found upwards from here
         **options.server_args,
     }
     if mode == "nospec":
@@ -215,6 +217,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _head() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 def main() -> None:
     options = parse_args()
     if options.serve:
@@ -236,14 +244,11 @@ def main() -> None:
         for server in servers:
             server.process.stdin.close()
             server.process.wait(60)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True
-    ).stdout.strip()
     result = {
         "device": device,
         "sglang": version("sglang"),
         "torch": torch.__version__,
-        "commit": commit or os.environ.get("COMMIT", ""),
+        "commit": options.commit or _head(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "start_s": starts,
