@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Display:
     def line(self, text: str, *, stays: bool = True) -> None:
         begin, end = ("\r\x1b[K", "\n" if stays else "") if self.overwrites else ("", "\n")
         print(f"{begin}[{self.seconds:5.1f} s] {text}", end=end, flush=True)
+        if stays:
+            self._shown = float("-inf")  # the next stage shows its first line at once
 
     def update(self, text: str, *, every: float) -> None:
         """A line that the next one overwrites on a terminal; elsewhere one each `every` seconds."""
@@ -245,6 +248,8 @@ async def run_until_signal(demo: Demo) -> int:
 
 def main() -> None:
     options = parse_args()
+    if find_spec("matplotlib") is None:
+        raise SystemExit(f"error: the picture needs matplotlib (pip install matplotlib)")
     environment = create(options.sglang, use_running=True)
     raise SystemExit(asyncio.run(run_until_signal(Demo(options, environment))))
 
