@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -85,6 +87,7 @@ class Server:
             installed where None.
         cold: leave the draft's KV unwritten while off, so that tests can see the difference.
         poison: fill the draft's KV pool with noise of this size first.
+        overlap: schedule the next batch before the last one's results are processed, as on a GPU.
         options: further `ServerArgs`.
     """
 
@@ -95,8 +98,11 @@ class Server:
         script: Callable[[int], bool] | None = None,
         cold: bool = False,
         poison: float = 1.0,
+        overlap: bool = False,
         **options: Any,
     ) -> None:
+        self.overlap = overlap
+        self.results: deque[tuple[Any, Any]] = deque()
         self.speculative = speculative
         self.recording = Recording()
         self.requests: list[Any] = []
@@ -106,7 +112,7 @@ class Server:
             "dtype": "float32",
             "skip_tokenizer_init": True,
             "disable_cuda_graph": True,
-            "disable_overlap_schedule": True,
+            "disable_overlap_schedule": not overlap,
             "mem_fraction_static": 0.2,
             "max_total_tokens": 8192,
             "max_running_requests": 8,
@@ -119,7 +125,9 @@ class Server:
         }
         if script is not None:
             arguments["speculative_fused_fallback"] = True
-        self.scheduler = _build_scheduler(arguments)
+        with _overlap_on_a_cpu() if overlap else nullcontext():
+            self.scheduler = _build_scheduler(arguments)
+        assert self.scheduler.enable_overlap == overlap
         worker = self.scheduler.draft_worker
         if not speculative:
             return
@@ -185,17 +193,30 @@ class Server:
 
         self.scheduler.abort_request(AbortReq(rid=rid))
 
+    @torch.no_grad()
     def step(self, count: int = 1) -> None:
-        """Run the scheduler's loop `count` times."""
+        """Run the body of SGLang's event loop `count` times, with or without overlap."""
         scheduler = self.scheduler
         for _ in range(count):
+            last = scheduler.last_batch
             plan = scheduler.get_next_batch_to_run(
-                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+                running_batch=scheduler.running_batch, last_batch=last
             )
             scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+            wait = not self.overlap or scheduler.is_disable_overlap_for_batch(
+                batch, last_batch=last
+            )
+            if self.overlap and wait:
+                self._process_result()
             if batch:
-                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+                result = scheduler.run_batch(batch)
+                self.results.append((batch.copy() if self.overlap else batch, result))
+            if (last and not wait) or (batch and not self.overlap):
+                self._process_result()
             scheduler.last_batch = batch
+
+    def _process_result(self) -> None:
+        self.scheduler.process_batch_result(*self.results.popleft())
 
     def drain(self, limit: int = 1000) -> Recording:
         """Step until every request is finished; return the recording."""
@@ -269,6 +290,20 @@ class Server:
             slots = req_to_token[row, :length].long()
             kv = [buffer[slots] for buffer in self._draft_buffers()]
             self.recording.draft_kv[request.rid] = torch.stack(kv)
+
+
+@contextmanager
+def _overlap_on_a_cpu() -> Iterator[None]:
+    """SGLang switches overlap off for speculation on a CPU; its scheduler can do it all the same."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    torch.Tensor.record_stream = lambda *_: None  # CPU tensors have no streams to be kept for
+    switch_off = speculative_hook._disable_overlap_schedule_for_cpu
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
+    try:
+        yield
+    finally:
+        speculative_hook._disable_overlap_schedule_for_cpu = switch_off
 
 
 def _leave_cold(fallback: Any) -> None:

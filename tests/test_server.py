@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -142,6 +142,13 @@ CASES = {
 }
 if SGLANG != "0.5.17":  # 0.5.17 switches mixed chunks off for speculation
     CASES["mixed chunks"] = Case(chunked_prefill, CHUNKED | {"enable_mixed_chunk": True})
+
+
+OVERLAPPED = ("four", "join and finish", "radix reuse", "abort", "retraction", "topk 2")
+CASES |= {
+    f"overlap, {name}": replace(CASES[name], options=CASES[name].options | {"overlap": True})
+    for name in OVERLAPPED
+}
 
 
 def run(case: str, **server: Any) -> Recording:
