@@ -230,7 +230,7 @@ def _run(label: str, command: list[str], progress: Callable[[str], None]) -> Non
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            tail.append(line.rstrip())
+            tail.append(line.rstrip()[:300])  # pip lists every release it knows in one line
             if time.monotonic() - shown >= PROGRESS_INTERVAL_S:
                 shown = time.monotonic()
                 progress(f"    {shown - started:.0f} s: {line.strip()[:80]}")
