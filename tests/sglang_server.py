@@ -128,6 +128,8 @@ class Server:
         with _overlap_on_a_cpu() if overlap else nullcontext():
             self.scheduler = _build_scheduler(arguments)
         assert self.scheduler.enable_overlap == overlap
+        if not hasattr(self.scheduler, "schedule_stream"):  # 0.5.17 makes it as its loop begins
+            self.scheduler.schedule_stream = self.scheduler.device_module.Stream()
         worker = self.scheduler.draft_worker
         if not speculative:
             return
@@ -294,7 +296,7 @@ class Server:
 
 @contextmanager
 def _overlap_on_a_cpu() -> Iterator[None]:
-    """SGLang switches overlap off for speculation on a CPU; its scheduler can do it all the same."""
+    """SGLang switches overlap off for speculation on a CPU, but its scheduler can do it there."""
     from sglang.srt.arg_groups import speculative_hook
 
     torch.Tensor.record_stream = lambda *_: None  # CPU tensors have no streams to be kept for
