@@ -10,6 +10,7 @@ Rules that hold after every step, whoever runs next (catch-up, prefill, radix in
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,6 +19,8 @@ from ..bindings.graph import DraftStepGraphRunner
 from ..bindings.ops import capture_aux_hidden_states, fused_draft_step, write_draft_kv
 from ..kernels.draft_layer import DraftLayer
 from .policy import FallbackPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,24 @@ class FusedFallback:
         """The mode of the last decode step, which prefill follows."""
         return self.policy.off
 
+    def update(self, num_running: int) -> bool:
+        """Advance the policy by one decode step, log a flip, and return whether the step is off."""
+        flips = self.policy.flips
+        off = self.policy.update(num_running)
+        if self.policy.flips != flips:
+            logger.info(
+                "fused fallback: speculation %s at %d running requests (flip %d)",
+                "off" if off else "on",
+                num_running,
+                self.policy.flips,
+            )
+        return off
+
     def state(self) -> dict[str, int | bool]:
         """Mode and counters, for SGLang's `/server_info`."""
         policy = self.policy
-        return {"off": policy.off, "flips": policy.flips, **asdict(self.statistics)}
+        counters = {"flips": policy.flips, "held": policy.held, **asdict(self.statistics)}
+        return {"off": policy.off, **counters}
 
     @torch.no_grad()
     def decode(

@@ -11,6 +11,7 @@ NEEDS_SGLANG = (
     "test_flags_in_sglang.py",
     "test_real_server.py",
     "test_gpu_server.py",
+    "test_draft_variants.py",
 )
 
 

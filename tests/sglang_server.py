@@ -39,6 +39,7 @@ class ScriptedPolicy:
     arguments: FallbackArguments = field(default_factory=FallbackArguments)
     off: bool = False
     flips: int = 0
+    held: int = 0
     step: int = 0
 
     def update(self, num_running: int) -> bool:

@@ -98,7 +98,7 @@ class EagleWorkerV2:
             or batch.forward_mode.is_idle()
             or batch.spec_info is None
         ):
-            if self.fallback.policy.update(len(batch.reqs)):
+            if self.fallback.update(len(batch.reqs)):
                 return self._decode_off(batch, on_publish, grammar_barrier)
             self._catch_up(batch)
             self.fallback.statistics.steps_on += 1
