@@ -398,7 +398,7 @@ def sglang() -> str:
 
 
 def demo_command(out: Path) -> list[str]:
-    small = ["--concurrency", "8", "--max-tokens", "24", "--phase-seconds", "1"]
+    small = ["--concurrency", "8", "--max-tokens", "64", "--phase-seconds", "1.5"]
     return [
         sys.executable,
         str(DEMO),
@@ -418,12 +418,13 @@ def test_demo_runs(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "\npassed\n" in result.stdout
-    assert "| off " in result.stdout and "| speculating " in result.stdout
+    assert " running | speculating " in result.stdout
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["answers_equal"] == written["answers"] >= 20
     assert [phase["running"] for phase in written["phases"]] == ramp(8)
     peak = max(written["phases"], key=lambda phase: phase["running"])
-    assert peak["share_off"] == 1 and peak["steps_off"]
+    assert peak["share_off"] > 0.8 and peak["steps_off"] > 10
+    assert {sample["off"] for sample in written["samples"]} == {False, True}
     for phase in (written["phases"][0], written["phases"][-1]):
         assert phase["share_off"] == 0 and phase["accept_length"] > 2
     for key in ("device", "sglang", "torch", "python", "commit", "date"):

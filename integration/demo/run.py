@@ -249,7 +249,7 @@ async def run_until_signal(demo: Demo) -> int:
 def main() -> None:
     options = parse_args()
     if find_spec("matplotlib") is None:
-        raise SystemExit(f"error: the picture needs matplotlib (pip install matplotlib)")
+        raise SystemExit("error: the picture needs matplotlib (pip install matplotlib)")
     environment = create(options.sglang, use_running=True)
     raise SystemExit(asyncio.run(run_until_signal(Demo(options, environment))))
 
