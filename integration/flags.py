@@ -7,7 +7,7 @@ attribute of it, which SGLang pickles along with the record.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class FallbackArguments:
         resume: at or below this many it is on again; below `threshold`. Default: three quarters
             of the threshold, rounded down.
         min_steps: decode steps that a mode is kept at least, 1 or more.
+        from_command_line: a refusal ends the process with one line, not with a traceback.
 
     Raises:
         ValueError: a value outside these ranges; the text names the flag, the value and the range.
@@ -39,6 +40,7 @@ class FallbackArguments:
     threshold: int = DEFAULT_THRESHOLD
     resume: int | None = None
     min_steps: int = DEFAULT_MIN_STEPS
+    from_command_line: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.resume is None:
@@ -136,6 +138,20 @@ def server_args(**kwargs: Any) -> ServerArgs:
     if kwargs.get("max_running_requests") is None:
         kwargs["max_running_requests"] = arguments.max_running_requests
     return attach(ServerArgs(**kwargs), arguments)
+
+
+def from_cli(args: argparse.Namespace) -> FallbackArguments | None:
+    """Take the fused fallback's values out of parsed flags, and raise the cap where it is unset.
+
+    Raises:
+        ValueError: contradictory or out-of-range values.
+    """
+    arguments = pop_arguments(vars(args))
+    if arguments is None:
+        return None
+    if args.max_running_requests is None:
+        args.max_running_requests = arguments.max_running_requests
+    return replace(arguments, from_command_line=True)
 
 
 def attach(record: ServerArgs, arguments: FallbackArguments) -> ServerArgs:

@@ -69,7 +69,9 @@ def register_worker() -> None:
     HookRegistry.apply_hooks()
     missing = sorted(set(hooks) - HookRegistry._patched)
     if missing:
-        raise FusedFallbackError(f"off: SGLang did not apply the hooks on {', '.join(missing)}")
+        raise FusedFallbackError(
+            f"fused fallback: off: SGLang did not apply the hooks on {', '.join(missing)}"
+        )
 
 
 def _register(hooks: dict[str, tuple[str, Callable[..., Any]]]) -> None:
@@ -90,14 +92,11 @@ def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 
 def _from_cli_args(from_cli_args: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     try:
-        arguments = flags.pop_arguments(vars(args))
+        arguments = flags.from_cli(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    if arguments is None:
-        return from_cli_args(cls, args)
-    if args.max_running_requests is None:
-        args.max_running_requests = arguments.max_running_requests
-    return flags.attach(from_cli_args(cls, args), arguments)
+    record = from_cli_args(cls, args)
+    return record if arguments is None else flags.attach(record, arguments)
 
 
 def _launch(launch: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kw: Any) -> Any:
@@ -125,7 +124,10 @@ def _check(server_args: Any, arguments: flags.FallbackArguments) -> refusals.Set
     except ValueError as error:
         reason = str(error)
     if reason:
-        raise SystemExit(f"fused fallback: off: {reason}")
+        refused = f"fused fallback: off: {reason}"
+        if arguments.from_command_line:
+            raise SystemExit(refused)
+        raise FusedFallbackError(refused)
     warning = refusals.warn_threshold(setting, arguments.threshold)
     if warning:
         logger.warning("fused fallback: %s", warning)

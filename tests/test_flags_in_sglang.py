@@ -184,7 +184,8 @@ def test_a_real_record_is_refused_before_weights_load(monkeypatch: pytest.Monkey
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(TpModelWorker, "__init__", load)
-    with pytest.raises(SystemExit, match="it needs --speculative-algorithm EAGLE3, got None"):
+    refused = "fused fallback: off: it needs --speculative-algorithm EAGLE3, got None"
+    with pytest.raises(plugin.FusedFallbackError, match=refused):
         Server(script=lambda step: True, **dict.fromkeys(SPECULATIVE))
 
 
