@@ -21,7 +21,7 @@
 // products meet no other row. Rows past the batch are zero-filled by the copy engine.
 //
 // Compile-time: BATCH_TILE (8 to 128 rows), WEIGHT_TILES and BATCH_TILES of the rings, IN_FLIGHT
-// weight tiles not landed yet, WEIGHTS_ARE_HALF.
+// weight tiles not landed yet, E4M3_OVERFLOW (a byte), WEIGHTS_ARE_HALF.
 
 constexpr int CONSUMERS = 256;
 constexpr int THREADS = 384;
@@ -37,7 +37,7 @@ constexpr int FC_ITEMS = 2 * GROUPS;  // an item of a tile's sums: four register
 constexpr int KV_ITEMS = GROUPS;
 constexpr int FC_BATCH = FC_ITEMS >= 32 ? 4 : FC_ITEMS >= 16 ? 2 : 1;  // items added up at once
 constexpr int KV_BATCH = KV_ITEMS >= 16 ? 2 : 1;
-constexpr int NUM_COUNTERS = 128;
+constexpr int NUM_COUNTERS = 64;
 constexpr u32 EMPTY = 0xFFFFFFFF;     // a NaN that no arithmetic produces
 
 enum { POOL_BF16, POOL_FP16, POOL_E4M3, POOL_E5M2 };
@@ -83,7 +83,6 @@ struct Params {
   i32 num_map_parts, map_part_width;  // of aux_maps: one packed workspace where a norm precedes fc
   i32 heads, head_dim, rotary_dim, is_neox;
   i32 fc_tiles, fc_splits, kv_tiles, kv_splits;
-  i32 kv_after;             // fc units to be multiplied before K and V weights are fetched
   i32 tokens_wide, seq_lens_wide, requests_wide, slots_wide;  // int64 if set, else int32
   i32 gather_embeds, pool;
   i32 has_k_scale, has_v_scale;
@@ -94,7 +93,6 @@ struct Params {
 // first block zeroes the other set and flips `turn` for the next launch.
 struct Counters {
   i32* embeds_ready;  // row warps of all blocks
-  i32* fc_done;       // fc units multiplied
   i32* hidden_ready;  // shares of all fc tiles
 };
 
@@ -283,9 +281,7 @@ struct WeightProducer {
     }
   }
 
-  // Blocks that are ahead hold back, or they take the bandwidth from fc, which all wait for.
-  __device__ void feed_kv(const Params& p, i32 unit, const Counters& counters) {
-    wait_for_count(counters.fc_done, p.kv_after);
+  __device__ void feed_kv(const Params& p, i32 unit) {
     const Range range = share(kv_steps(p), unit / p.kv_tiles, p.kv_splits);
     const KvTile rows = kv_tile_at(p, unit % p.kv_tiles);
     for (i32 half = 0; half < 2; ++half) {
@@ -433,9 +429,9 @@ struct Consumer {
     }
   }
 
-  // Adds up items `first`, `first + splits`, ... of a tile, whose partial sums are EMPTY afterwards.
+  // Adds up items `first`, `first + splits`, ... of a tile. Its partial sums stay: see make_empty.
   template <int BATCH, int ITEMS>
-  __device__ __forceinline__ void add_up(float4* tile, i32 first, i32 splits,
+  __device__ __forceinline__ void add_up(const float4* tile, i32 first, i32 splits,
                                          float4 (&totals)[BATCH]) {
     // A lane a share watches its last thread's sums, so that the others do not load L2 with polls.
     for (i32 i = thread; i < BATCH * splits; i += CONSUMERS) {
@@ -466,9 +462,8 @@ struct Consumer {
         for (int i = 0; i < 8; ++i) {
           const i32 item = first + b * splits;
           if (item >= ITEMS || begin + i >= splits) break;
-          float4* place = tile + (item * splits + begin + i) * CONSUMERS + thread;
+          const float4* place = tile + (item * splits + begin + i) * CONSUMERS + thread;
           while (is_empty(x[b][i])) x[b][i] = load_relaxed(place);
-          *place = empty();
           totals[b].x += x[b][i].x;
           totals[b].y += x[b][i].y;
           totals[b].z += x[b][i].z;
@@ -478,12 +473,21 @@ struct Consumer {
     }
   }
 
-  __device__ void run_fc(const Params& p, i32 unit, const Counters& counters) {
+  // What this block added up is EMPTY for the next launch. Last of all: a fence would wait for it.
+  template <int ITEMS>
+  __device__ __forceinline__ void make_empty(float4* tile, i32 first, i32 splits) {
+    for (i32 item = first; item < ITEMS; item += splits) {
+      for (i32 split = 0; split < splits; ++split) {
+        tile[(item * splits + split) * CONSUMERS + thread] = empty();
+      }
+    }
+  }
+
+  __device__ void run_fc(const Params& p, i32 unit) {
     const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
     const Range range = share(fc_steps(p), split, p.fc_splits);
     clear();
     multiply_fc(range.end - range.begin);
-    if (thread == 0) atomicAdd(counters.fc_done, 1);
     float4* to = p.fc_partials + (tile * FC_ITEMS * p.fc_splits + split) * CONSUMERS + thread;
 #pragma unroll
     for (int item = 0; item < FC_ITEMS; ++item) {
@@ -498,12 +502,22 @@ struct Consumer {
     float4* partials = p.fc_partials + tile * FC_ITEMS * p.fc_splits * CONSUMERS;
     for (i32 item = split; item < FC_ITEMS; item += FC_BATCH * p.fc_splits) {
       float4 totals[FC_BATCH];
+      float bias[FC_BATCH][2], weight[FC_BATCH][2];  // looked up before the sums have arrived
+#pragma unroll
+      for (int b = 0; b < FC_BATCH; ++b) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const i32 n = weight_row(tile, item + b * p.fc_splits) + i * 8;
+          const bool valid = n < p.hidden_size;
+          bias[b][i] = valid && p.fc_bias ? to_float(__ldg(p.fc_bias + n)) : 0.f;
+          weight[b][i] = valid ? to_float(__ldg(p.hidden_norm + n)) : 0.f;
+        }
+      }
       add_up<FC_BATCH, FC_ITEMS>(partials, item, p.fc_splits, totals);
 #pragma unroll
       for (int b = 0; b < FC_BATCH; ++b) {
-        if (item + b * p.fc_splits < FC_ITEMS) {
-          stage_hidden(p, tile, item + b * p.fc_splits, totals[b], b);
-        }
+        const i32 which = item + b * p.fc_splits;
+        if (which < FC_ITEMS) stage_hidden(p, tile, which, totals[b], bias[b], weight[b], b);
       }
       named_barrier(1, CONSUMERS);
 #pragma unroll
@@ -515,26 +529,30 @@ struct Consumer {
     proxy_fence();
     named_barrier(1, CONSUMERS);
     if (thread == 0) count_up(counters.hidden_ready);
+    __syncwarp();
+    make_empty<FC_ITEMS>(partials, split, p.fc_splits);
   }
 
   // An item is 8 batch rows x 64 weight rows of each warpgroup.
+  __device__ __forceinline__ i32 weight_row(i32 tile, i32 item) {
+    return tile * FC_ROWS + group * 128 + item % 2 * 64 + warp % 4 * 16 + lane / 4;
+  }
+
   __device__ __forceinline__ void stage_hidden(const Params& p, i32 tile, i32 item,
-                                               const float4& total, int b) {
+                                               const float4& total, const float (&bias)[2],
+                                               const float (&weight)[2], int b) {
     const i32 in_segment = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;
-    const i32 n = tile * FC_ROWS + group * 128 + item % 2 * 64 + in_segment;
     const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};  // [n, n + 8][batch row]
     float squares[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool valid = n + i * 8 < p.hidden_size;
-      const float bias = valid && p.fc_bias ? to_float(__ldg(p.fc_bias + n + i * 8)) : 0.f;
-      const float weight = valid ? to_float(__ldg(p.hidden_norm + n + i * 8)) : 0.f;
+      const bool valid = weight_row(tile, item) + i * 8 < p.hidden_size;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float h = values[i][j] + bias;
+        const float h = values[i][j] + bias[i];
         squares[j] += valid ? h * h : 0.f;
         shared.staging.hidden[b][column + j][group][in_segment + i * 8] =
-            to_weight_dtype(h * weight);
+            to_weight_dtype(h * weight[i]);
       }
     }
 #pragma unroll
@@ -583,69 +601,6 @@ struct Consumer {
     }
   }
 
-  __device__ void run_kv(const Params& p, i32 unit, const Counters& counters) {
-    const i32 tile = unit % p.kv_tiles, split = unit / p.kv_tiles;
-    const Range range = share(kv_steps(p), split, p.kv_splits);
-    clear();
-    multiply_kv<0>(range.end - range.begin);
-    if (thread == 0) wait_for_count(counters.hidden_ready, hidden_shares(p));
-    named_barrier(1, CONSUMERS);
-    load_inverse_rms(p);
-    multiply_kv<1>(range.end - range.begin);
-    named_barrier(1, CONSUMERS);
-    float4* to = p.kv_partials + (tile * KV_ITEMS * p.kv_splits + split) * CONSUMERS + thread;
-#pragma unroll
-    for (int item = 0; item < KV_ITEMS; ++item) {
-      const float* e = &sums[0][item * 4];
-      const float* h = &sums[1][item * 4];
-      const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
-      const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
-      store_relaxed(to + item * p.kv_splits * CONSUMERS,
-                    make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2],
-                                e[3] + odd * h[3]));
-    }
-  }
-
-  __device__ void reduce_kv(const Params& p, i32 unit) {
-    const i32 tile = unit % p.kv_tiles, row = thread / 32, in_tile = lane * 4;
-    const KvTile rows = kv_tile_at(p, tile);
-    float4* partials = p.kv_partials + tile * KV_ITEMS * p.kv_splits * CONSUMERS;
-    for (i32 item = unit / p.kv_tiles; item < KV_ITEMS; item += KV_BATCH * p.kv_splits) {
-      Target targets[KV_BATCH];
-      float4 totals[KV_BATCH];
-#pragma unroll
-      for (int b = 0; b < KV_BATCH; ++b) {
-        targets[b] = target_at(p, rows, (item + b * p.kv_splits) * 8 + row, in_tile);
-      }
-      add_up<KV_BATCH, KV_ITEMS>(partials, item, p.kv_splits, totals);
-#pragma unroll
-      for (int b = 0; b < KV_BATCH; ++b) stage_kv(p, rows, totals[b], b);
-      named_barrier(1, CONSUMERS);
-#pragma unroll
-      for (int b = 0; b < KV_BATCH; ++b) {
-        store_kv(p, targets[b], shared.staging.kv[b][row], in_tile);
-      }
-      named_barrier(1, CONSUMERS);
-    }
-  }
-
-  // An item is 8 batch rows x the 128 weight rows of the tile.
-  __device__ __forceinline__ void stage_kv(const Params& p, const KvTile& rows,
-                                           const float4& total, int b) {
-    const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const i32 in_tile = warp * 16 + lane / 4 + i * 8;
-      const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
-      const bool valid = in_tile < rows.used && n < 2 * p.heads * p.head_dim;
-      const float bias = valid && p.kv_bias ? to_float(__ldg(p.kv_bias + n)) : 0.f;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        shared.staging.kv[b][lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
-      }
-    }
-  }
-
   // Where four neighbouring elements of one head go, looked up before their sums have arrived.
   struct Target {
     i64 slot;  // negative if nowhere
@@ -685,6 +640,77 @@ struct Consumer {
     return target;
   }
 
+  __device__ __forceinline__ void look_up(const Params& p, i32 unit, i32 item,
+                                          Target (&targets)[KV_BATCH]) {
+#pragma unroll
+    for (int b = 0; b < KV_BATCH; ++b) {
+      const i32 row = (item + b * p.kv_splits) * 8 + thread / 32;
+      targets[b] = target_at(p, kv_tile_at(p, unit % p.kv_tiles), row, lane * 4);
+    }
+  }
+
+  __device__ void run_kv(const Params& p, i32 unit, const Counters& counters) {
+    const i32 tile = unit % p.kv_tiles, split = unit / p.kv_tiles;
+    const Range range = share(kv_steps(p), split, p.kv_splits);
+    clear();
+    multiply_kv<0>(range.end - range.begin);
+    if (thread == 0) wait_for_count(counters.hidden_ready, hidden_shares(p));
+    named_barrier(1, CONSUMERS);
+    load_inverse_rms(p);
+    multiply_kv<1>(range.end - range.begin);
+    named_barrier(1, CONSUMERS);
+    float4* to = p.kv_partials + (tile * KV_ITEMS * p.kv_splits + split) * CONSUMERS + thread;
+#pragma unroll
+    for (int item = 0; item < KV_ITEMS; ++item) {
+      const float* e = &sums[0][item * 4];
+      const float* h = &sums[1][item * 4];
+      const float even = shared.inverse_rms[item * 8 + lane % 4 * 2];
+      const float odd = shared.inverse_rms[item * 8 + lane % 4 * 2 + 1];
+      store_relaxed(to + item * p.kv_splits * CONSUMERS,
+                    make_float4(e[0] + even * h[0], e[1] + odd * h[1], e[2] + even * h[2],
+                                e[3] + odd * h[3]));
+    }
+  }
+
+  // `looked_up`: whether `targets` already are those of the unit's first items.
+  __device__ void reduce_kv(const Params& p, i32 unit, bool looked_up,
+                            Target (&targets)[KV_BATCH]) {
+    const KvTile rows = kv_tile_at(p, unit % p.kv_tiles);
+    const i32 split = unit / p.kv_tiles;
+    float4* partials = p.kv_partials + unit % p.kv_tiles * KV_ITEMS * p.kv_splits * CONSUMERS;
+    for (i32 item = split; item < KV_ITEMS; item += KV_BATCH * p.kv_splits) {
+      if (!looked_up || item != split) look_up(p, unit, item, targets);
+      float4 totals[KV_BATCH];
+      add_up<KV_BATCH, KV_ITEMS>(partials, item, p.kv_splits, totals);
+#pragma unroll
+      for (int b = 0; b < KV_BATCH; ++b) stage_kv(p, rows, totals[b], b);
+      named_barrier(1, CONSUMERS);
+#pragma unroll
+      for (int b = 0; b < KV_BATCH; ++b) {
+        store_kv(p, targets[b], shared.staging.kv[b][thread / 32], lane * 4);
+      }
+      named_barrier(1, CONSUMERS);
+    }
+    make_empty<KV_ITEMS>(partials, split, p.kv_splits);
+  }
+
+  // An item is 8 batch rows x the 128 weight rows of the tile.
+  __device__ __forceinline__ void stage_kv(const Params& p, const KvTile& rows,
+                                           const float4& total, int b) {
+    const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const i32 in_tile = warp * 16 + lane / 4 + i * 8;
+      const i32 n = in_tile < 64 ? rows.first + in_tile : rows.second + in_tile - 64;
+      const bool valid = in_tile < rows.used && n < 2 * p.heads * p.head_dim;
+      const float bias = valid && p.kv_bias ? to_float(__ldg(p.kv_bias + n)) : 0.f;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        shared.staging.kv[b][lane % 4 * 2 + j][in_tile] = rounded(values[i][j] + bias);
+      }
+    }
+  }
+
   // Rotate, scale, convert, store. `tile` is the batch row's 128 values.
   __device__ __forceinline__ void store_kv(const Params& p, const Target& target,
                                            const float* tile, i32 in_tile) {
@@ -722,8 +748,8 @@ struct Consumer {
       u8* to = reinterpret_cast<u8*>(&out);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        to[i] = p.pool == POOL_E4M3 ? to_float8<3, 7, 0x43F00000u>(values[i])
-                                    : to_float8<2, 15, 0x47800000u>(values[i]);
+        to[i] = p.pool == POOL_E4M3 ? to_float8<3, 7, 0x43F00000u, E4M3_OVERFLOW>(values[i])
+                                    : to_float8<2, 15, 0x47800000u, 0x7Cu>(values[i]);
       }
       *reinterpret_cast<uchar4*>(buffer + element) = out;
     }
@@ -800,7 +826,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const i32 fc_units = p.fc_tiles * p.fc_splits, kv_units = p.kv_tiles * p.kv_splits;
   const i32 turn = *reinterpret_cast<volatile i32*>(p.counters);
   i32* set = p.counters + 32 + turn * NUM_COUNTERS;
-  const Counters counters{set, set + 32, set + 64};
+  const Counters counters{set, set + 32};
 
   if (thread == 0) {
     for (int i = 0; i < WEIGHT_TILES; ++i) {
@@ -820,7 +846,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == 8 && lane == 0) {
       WeightProducer producer{shared, 0};
       for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
-      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u, counters);
+      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u);
     } else if (warp == 9 && lane == 0) {
       BatchProducer producer{shared};
       for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
@@ -840,10 +866,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     Consumer consumer{shared, thread, lane, warp, warp / 4};
-    for (i32 u = first; u < fc_units; u += blocks) consumer.run_fc(p, u, counters);
+    for (i32 u = first; u < fc_units; u += blocks) consumer.run_fc(p, u);
     for (i32 u = first; u < fc_units; u += blocks) consumer.reduce_fc(p, u, counters);
+    Consumer::Target targets[KV_BATCH];
+    if (first < kv_units) consumer.look_up(p, first, first / p.kv_tiles, targets);
     for (i32 u = first; u < kv_units; u += blocks) consumer.run_kv(p, u, counters);
-    for (i32 u = first; u < kv_units; u += blocks) consumer.reduce_kv(p, u);
+    for (i32 u = first; u < kv_units; u += blocks) {
+      consumer.reduce_kv(p, u, u == first, targets);
+    }
     if (first == 0 && thread == 0) {
       wait_for_count(counters.embeds_ready, ROW_WARPS * blocks);  // every block has read `turn`
       *reinterpret_cast<volatile i32*>(p.counters) = 1 - turn;

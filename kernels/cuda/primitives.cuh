@@ -153,9 +153,9 @@ __device__ __forceinline__ u16 to_weight_dtype(float x) {
 
 __device__ __forceinline__ float rounded(float x) { return to_float(to_weight_dtype(x)); }
 
-// Round to nearest even; overflow becomes NaN (e4m3) or infinity (e5m2), as torch has it. The
-// hardware's own conversion saturates instead.
-template <int MANTISSA, int BIAS, u32 OVERFLOW_BITS>
+// Round to nearest even; an overflow becomes the byte OVERFLOWN, which for e4m3 depends on torch's
+// version. The hardware's own conversion always saturates.
+template <int MANTISSA, int BIAS, u32 OVERFLOW_BITS, u32 OVERFLOWN>
 __device__ __forceinline__ u8 to_float8(float x) {
   constexpr int SHIFT = 23 - MANTISSA;
   constexpr u32 MAGIC = static_cast<u32>(127 - BIAS + 24 - MANTISSA) << 23;
@@ -164,12 +164,13 @@ __device__ __forceinline__ u8 to_float8(float x) {
   bits &= 0x7FFFFFFF;
   u32 out;
   if (bits >= OVERFLOW_BITS) {
-    out = MANTISSA == 3 || bits > 0x7F800000 ? 0x7F : 0x7C;
+    out = OVERFLOWN;
   } else if (bits < static_cast<u32>(128 - BIAS) << 23) {
     out = __float_as_uint(__uint_as_float(bits) + __uint_as_float(MAGIC)) - MAGIC;
   } else {
     const u32 odd = (bits >> SHIFT) & 1;
     out = (bits - (static_cast<u32>(127 - BIAS) << 23) + ((1u << (SHIFT - 1)) - 1) + odd) >> SHIFT;
   }
+  out = bits > 0x7F800000 ? 0x7F : min(out, OVERFLOWN);
   return static_cast<u8>(out | sign);
 }

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..draft_layer import DraftLayer
+from ..float8 import E4M3_OVERFLOW
 
 AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
 
@@ -58,14 +59,15 @@ def load_part(
 
 
 @triton.jit
-def to_float8_bits(x, FORMAT: tl.constexpr):
-    """Round float32 to float8 as torch does: to nearest even, overflow to NaN (e4m3) or infinity.
+def to_float8_bits(x, FORMAT: tl.constexpr, E4M3_OVERFLOW: tl.constexpr):
+    """Round float32 to float8 as torch does: to nearest even, e5m2 overflows to infinity.
 
-    The hardware conversion saturates, which is not what `set_kv_buffer` writes.
+    The hardware conversion always saturates, which is not always what `set_kv_buffer` writes.
     """
     MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
     OVERFLOW: tl.constexpr = 0x43F00000 if FORMAT == 1 else 0x47800000  # 480 and 65536
+    OVERFLOWN: tl.constexpr = E4M3_OVERFLOW if FORMAT == 1 else 0x7C
     SUBNORMAL_BELOW: tl.constexpr = (128 - BIAS) << 23
     MAGIC: tl.constexpr = (127 - BIAS + 24 - MANTISSA) << 23
     SHIFT: tl.constexpr = 23 - MANTISSA
@@ -79,10 +81,8 @@ def to_float8_bits(x, FORMAT: tl.constexpr):
     odd = (bits >> SHIFT) & 1
     normal = (bits - ((127 - BIAS) << 23) + ((1 << (SHIFT - 1)) - 1) + odd) >> SHIFT
     out = tl.where(bits < SUBNORMAL_BELOW, subnormal, normal)
-    if FORMAT == 1:
-        out = tl.where(bits >= OVERFLOW, 0x7F, out)
-    else:
-        out = tl.where(bits >= OVERFLOW, tl.where(bits > 0x7F800000, 0x7F, 0x7C), out)
+    out = tl.where((bits >= OVERFLOW) | (out > OVERFLOWN), OVERFLOWN, out)
+    out = tl.where(bits > 0x7F800000, 0x7F, out)
     return (out | sign).to(tl.uint8)
 
 
@@ -266,7 +266,16 @@ def hidden_norm_kernel(
 
 
 @triton.jit
-def store_converted(buffer_ptr, offsets, value, scale, mask, HAS_SCALE, CONVERSION: tl.constexpr):
+def store_converted(
+    buffer_ptr,
+    offsets,
+    value,
+    scale,
+    mask,
+    HAS_SCALE: tl.constexpr,
+    CONVERSION: tl.constexpr,
+    E4M3_OVERFLOW: tl.constexpr,
+):
     """Divide by the scale, round to the weights' dtype, convert to the pool's, store."""
     if HAS_SCALE:
         value = tl.math.div_rn(value.to(tl.float32), tl.full(value.shape, 1.0, tl.float32) * scale)
@@ -274,7 +283,8 @@ def store_converted(buffer_ptr, offsets, value, scale, mask, HAS_SCALE, CONVERSI
     if CONVERSION == 0:
         tl.store(buffer_ptr + offsets, value.to(buffer_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(buffer_ptr + offsets, to_float8_bits(value.to(tl.float32), CONVERSION), mask=mask)
+        bits = to_float8_bits(value.to(tl.float32), CONVERSION, E4M3_OVERFLOW)
+        tl.store(buffer_ptr + offsets, bits, mask=mask)
 
 
 @triton.jit
@@ -297,6 +307,7 @@ def store_kernel(
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
     CONVERSION: tl.constexpr,
+    E4M3_OVERFLOW: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -323,10 +334,24 @@ def store_kernel(
         v = tl.load(k_head_ptr + HEADS * HEAD_DIM + d, mask=in_d, other=0.0)
         out = head * HEAD_DIM + d
         store_converted(
-            k_buffer_ptr, slot * stride_k + out, k, k_scale, in_d, HAS_K_SCALE, CONVERSION
+            k_buffer_ptr,
+            slot * stride_k + out,
+            k,
+            k_scale,
+            in_d,
+            HAS_K_SCALE,
+            CONVERSION,
+            E4M3_OVERFLOW,
         )
         store_converted(
-            v_buffer_ptr, slot * stride_v + out, v, v_scale, in_d, HAS_V_SCALE, CONVERSION
+            v_buffer_ptr,
+            slot * stride_v + out,
+            v,
+            v_scale,
+            in_d,
+            HAS_V_SCALE,
+            CONVERSION,
+            E4M3_OVERFLOW,
         )
 
 
@@ -447,6 +472,7 @@ def store(
         HAS_K_SCALE=rounding if scaled and k_scale is not None else 0,
         HAS_V_SCALE=rounding if scaled and v_scale is not None else 0,
         CONVERSION=conversion,
+        E4M3_OVERFLOW=E4M3_OVERFLOW,
         BLOCK_D=triton.next_power_of_2(layer.head_dim),
         num_warps=1,
     )
