@@ -308,6 +308,21 @@ def test_stop_strings() -> None:
     assert stopped(script=SCRIPTS["always"]) == plain
 
 
+def penalized(**options: Any) -> dict[str, list[int]]:
+    with Server(**options) as server:
+        sampling = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.1}
+        for rid in "ad":
+            server.submit(rid, encode(PROMPTS[rid]), 40, sampling=sampling)
+        return server.drain().tokens
+
+
+def test_penalties_while_off() -> None:
+    """SGLang's verify counts one token of a step only, so a run that flips is compared to no one."""
+    plain = penalized(speculative=False)
+    assert plain["a"] != without_speculation("four").tokens["a"][:40]
+    assert penalized(script=SCRIPTS["always"]) == plain
+
+
 def test_sampled_requests_finish_across_flips() -> None:
     with Server(script=ACROSS_FLIPS) as server:
         sampling = {"temperature": 0.8, "top_p": 0.9}
