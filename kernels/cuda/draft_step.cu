@@ -6,10 +6,8 @@
 // norm.
 //
 // Stage write_draft_kv is two matmuls that read their weights once. A unit of work is a tile of
-// weight rows, all batch rows and a split of K. A block starts with the unit of its own index and
-// takes the next free one when the loads of the last are under way: multiprocessors differ in
-// bandwidth. The partial sums of a tile meet in L2, where given blocks add them up in the order of
-// the splits, so that it does not matter who computed them.
+// weight rows, all batch rows and a share of K; the partial sums of a tile meet in L2, where each of
+// its blocks adds up a share in the order of the splits.
 //   1. fc: 256 weight rows. The sums become `hidden` = fc output * hidden_norm weight, with the sum
 //      of squares of each row beside it.
 //   2. K and V: 128 weight rows, first the embedding half of K, then the hidden half. Their weights
@@ -39,8 +37,7 @@ constexpr int FC_ITEMS = 2 * GROUPS;  // an item of a tile's sums: four register
 constexpr int KV_ITEMS = GROUPS;
 constexpr int FC_BATCH = FC_ITEMS >= 32 ? 4 : FC_ITEMS >= 16 ? 2 : 1;  // items added up at once
 constexpr int KV_BATCH = KV_ITEMS >= 16 ? 2 : 1;
-constexpr int NUM_COUNTERS = 96;
-constexpr int UNIT_SLOTS = 4;
+constexpr int NUM_COUNTERS = 64;
 constexpr u32 EMPTY = 0xFFFFFFFF;     // a NaN that no arithmetic produces
 
 enum { POOL_BF16, POOL_FP16, POOL_E4M3, POOL_E5M2 };
@@ -85,9 +82,7 @@ struct Params {
   i32 num_parts, part_width;          // of aux
   i32 num_map_parts, map_part_width;  // of aux_maps: one packed workspace where a norm precedes fc
   i32 heads, head_dim, rotary_dim, is_neox;
-  i32 fc_tiles, fc_splits, fc_sharers;
-  i32 fc_large_splits, fc_large_steps;  // the first splits, and the steps along K that they share
-  i32 kv_tiles, kv_splits, kv_sharers;
+  i32 fc_tiles, fc_splits, kv_tiles, kv_splits;
   i32 tokens_wide, seq_lens_wide, requests_wide, slots_wide;  // int64 if set, else int32
   i32 gather_embeds, pool;
   i32 has_k_scale, has_v_scale;
@@ -97,13 +92,8 @@ struct Params {
 // Counters in global memory, two sets of them. A launch counts in the set that `turn` names; its
 // first block zeroes the other set and flips `turn` for the next launch.
 struct Counters {
-  i32* next_unit;     // units taken beyond the first of every block
   i32* embeds_ready;  // row warps of all blocks
   i32* hidden_ready;  // shares of all fc tiles
-
-  __device__ __forceinline__ Counters(i32* all, i32 turn)
-      : next_unit(all + 32 + turn * NUM_COUNTERS), embeds_ready(next_unit + 32),
-        hidden_ready(next_unit + 64) {}
 };
 
 struct alignas(1024) Shared {
@@ -111,13 +101,9 @@ struct alignas(1024) Shared {
   u8 batch[BATCH_TILES][BATCH_BYTES];
   u64 weights_full[WEIGHT_TILES], weights_empty[WEIGHT_TILES];
   u64 batch_full[BATCH_TILES], batch_empty[BATCH_TILES];
-  u64 unit_full[UNIT_SLOTS], unit_empty[UNIT_SLOTS];
-  u64 turn_known;
-  i32 units[UNIT_SLOTS];
-  i32 turn;
   float inverse_rms[BATCH_TILE];
   float warp_sums[FC_BATCH][8][8];
-  union {
+  union alignas(16) {
     u16 hidden[FC_BATCH][8][2][72];  // [item][batch row][warpgroup][64 weight rows, padded]
     float kv[KV_BATCH][8][PITCH];    // [item][batch row][128 weight rows, padded]
   } staging;
@@ -152,6 +138,11 @@ __device__ __forceinline__ i32 fc_steps(const Params& p) {
 // Of either half.
 __device__ __forceinline__ i32 kv_steps(const Params& p) {
   return (p.hidden_size + TILE_K - 1) / TILE_K;
+}
+
+// Units that add up a share of an fc tile, over all tiles.
+__device__ __forceinline__ i32 hidden_shares(const Params& p) {
+  return p.fc_tiles * min(FC_ITEMS, p.fc_splits);
 }
 
 // Rows of kv_proj behind a tile of 128: whole heads, or, where a head is wider than a tile, the
@@ -250,43 +241,6 @@ __device__ __forceinline__ void keep_row(const Params& p, i32 row, i32 lane) {
   }
 }
 
-// Units of work: first fc's, then those of K and V -----------------------------------------------
-
-__device__ __forceinline__ i32 fc_units(const Params& p) { return p.fc_tiles * p.fc_splits; }
-
-__device__ __forceinline__ i32 all_units(const Params& p) {
-  return fc_units(p) + p.kv_tiles * p.kv_splits;
-}
-
-__device__ __forceinline__ Range fc_range(const Params& p, i32 split) {
-  if (split < p.fc_large_splits) return share(p.fc_large_steps, split, p.fc_large_splits);
-  const Range range = share(fc_steps(p) - p.fc_large_steps, split - p.fc_large_splits,
-                            p.fc_splits - p.fc_large_splits);
-  return {p.fc_large_steps + range.begin, p.fc_large_steps + range.end};
-}
-
-__device__ __forceinline__ Counters counters_of(const Params& p, Shared& shared) {
-  barrier_wait(shared_address(&shared.turn_known), 0);
-  return Counters(p.counters, shared.turn);
-}
-
-// The block's units as the weight producer takes them, for the batch producer and the consumers.
-struct UnitReader {
-  Shared& shared;
-  Cursor<UNIT_SLOTS> cursor;
-
-  // Called by whole warps, or by one thread that stands for its warp.
-  template <bool WHOLE_WARP>
-  __device__ __forceinline__ i32 next(i32 lane) {
-    barrier_wait(shared_address(&shared.unit_full[cursor.tile]), cursor.parity);
-    const i32 unit = shared.units[cursor.tile];
-    if (WHOLE_WARP) __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.unit_empty[cursor.tile]));
-    cursor.advance();
-    return unit;
-  }
-};
-
 // Producers ------------------------------------------------------------------------------------
 
 template <int TILES>
@@ -299,28 +253,6 @@ struct WeightProducer {
   Shared& shared;
   i32 issued;
   Cursor<WEIGHT_TILES> cursor, landed;
-  Cursor<UNIT_SLOTS> units;
-
-  __device__ __forceinline__ void announce(i32 unit) {
-    wait_empty(shared.unit_empty, units);
-    shared.units[units.tile] = unit;
-    barrier_arrive(shared_address(&shared.unit_full[units.tile]));
-    units.advance();
-  }
-
-  __device__ void run(const Params& p) {
-    i32 unit = blockIdx.x;
-    while (unit < all_units(p)) {
-      announce(unit);
-      if (unit < fc_units(p)) {
-        feed_fc(p, unit);
-      } else {
-        feed_kv(p, unit - fc_units(p));
-      }
-      unit = gridDim.x + atomicAdd(counters_of(p, shared).next_unit, 1);
-    }
-    announce(unit);
-  }
 
   __device__ __forceinline__ void load(const TensorMap* map, i32 column, i32 first, i32 second) {
     // A deeper queue is no faster, and everything else that goes to L2 would wait behind it.
@@ -340,7 +272,7 @@ struct WeightProducer {
   __device__ void feed_fc(const Params& p, i32 unit) {
     const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
     const i32 row = unit % p.fc_tiles * FC_ROWS;
-    const Range range = fc_range(p, unit / p.fc_tiles);
+    const Range range = share(fc_steps(p), unit / p.fc_tiles, p.fc_splits);
     for (i32 k = range.begin; k < range.end; ++k) {
       const i32 part = k / steps_per_part;
       const i32 column = part * p.map_part_width + k % steps_per_part * TILE_K;
@@ -362,7 +294,6 @@ struct WeightProducer {
 
 struct BatchProducer {
   Shared& shared;
-  UnitReader units;
   Cursor<BATCH_TILES> cursor;
 
   __device__ __forceinline__ void load(const TensorMap* map, i32 column) {
@@ -375,19 +306,9 @@ struct BatchProducer {
 
   __device__ void feed_fc(const Params& p, i32 unit) {
     const i32 steps_per_part = (p.map_part_width + TILE_K - 1) / TILE_K;
-    const Range range = fc_range(p, unit / p.fc_tiles);
+    const Range range = share(fc_steps(p), unit / p.fc_tiles, p.fc_splits);
     for (i32 k = range.begin; k < range.end; ++k) {
       load(&p.aux_maps[k / steps_per_part], k % steps_per_part * TILE_K);
-    }
-  }
-
-  __device__ void run(const Params& p) {
-    for (i32 unit = units.next<false>(0); unit < all_units(p); unit = units.next<false>(0)) {
-      if (unit < fc_units(p)) {
-        feed_fc(p, unit);
-      } else {
-        feed_kv(p, unit - fc_units(p), counters_of(p, shared));
-      }
     }
   }
 
@@ -396,7 +317,7 @@ struct BatchProducer {
     wait_for_count(counters.embeds_ready, ROW_WARPS * gridDim.x);
     proxy_fence();
     for (i32 k = range.begin; k < range.end; ++k) load(&p.embed_map, k * TILE_K);
-    wait_for_count(counters.hidden_ready, p.fc_tiles * p.fc_sharers);
+    wait_for_count(counters.hidden_ready, hidden_shares(p));
     proxy_fence();
     for (i32 k = range.begin; k < range.end; ++k) load(&p.hidden_map, k * TILE_K);
   }
@@ -417,7 +338,6 @@ __device__ __forceinline__ bool is_empty(const float4& x) {
 struct Consumer {
   Shared& shared;
   i32 thread, lane, warp, group;  // group: the warpgroup, 0 or 1
-  UnitReader units;
   Cursor<WEIGHT_TILES> weights;
   Cursor<BATCH_TILES> batch;
   float sums[2][BATCH_TILE / 2];
@@ -509,46 +429,41 @@ struct Consumer {
     }
   }
 
-  // Adds up items `first`, `first + sharers`, ... of a tile. Its sums stay: see make_empty.
+  // Adds up items `first`, `first + splits`, ... of a tile. Its partial sums stay: see make_empty.
   template <int BATCH, int ITEMS>
-  __device__ __forceinline__ void add_up(const float4* tile, i32 first, i32 sharers, i32 splits,
+  __device__ __forceinline__ void add_up(const float4* tile, i32 first, i32 splits,
                                          float4 (&totals)[BATCH]) {
-    constexpr int CHUNK = BATCH == 1 ? 16 : 8;  // loads in flight, of every item
+    // A lane a share watches its last thread's sums, so that the others do not load L2 with polls.
+    for (i32 i = thread; i < BATCH * splits; i += CONSUMERS) {
+      const i32 item = first + i / splits * splits;
+      if (item >= ITEMS) break;
+      const float4* last = tile + (item * splits + i % splits + 1) * CONSUMERS - 1;
+      while (is_empty(load_relaxed(last))) {
+      }
+    }
+    named_barrier(1, CONSUMERS);
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) totals[b] = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (i32 begin = 0; begin < splits; begin += CHUNK) {
-      float4 x[BATCH][CHUNK];
+    for (i32 begin = 0; begin < splits; begin += 8) {
+      float4 x[BATCH][8];
 #pragma unroll
       for (int b = 0; b < BATCH; ++b) {
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) x[b][i] = empty();
+        for (int i = 0; i < 8; ++i) {
+          const i32 item = first + b * splits;
+          if (item < ITEMS && begin + i < splits) {
+            x[b][i] = load_relaxed(tile + (item * splits + begin + i) * CONSUMERS + thread);
+          }
+        }
       }
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-          const i32 item = first + b * sharers;
-#pragma unroll
-          for (int i = 0; i < CHUNK; ++i) {
-            if (item < ITEMS && begin + i < splits && is_empty(x[b][i])) {
-              x[b][i] = load_relaxed(tile + (item * splits + begin + i) * CONSUMERS + thread);
-            }
-          }
-        }
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-#pragma unroll
-          for (int i = 0; i < CHUNK; ++i) {
-            missing |= first + b * sharers < ITEMS && begin + i < splits && is_empty(x[b][i]);
-          }
-        }
-      } while (missing);
 #pragma unroll
       for (int b = 0; b < BATCH; ++b) {
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) {
-          if (begin + i >= splits) break;
+        for (int i = 0; i < 8; ++i) {
+          const i32 item = first + b * splits;
+          if (item >= ITEMS || begin + i >= splits) break;
+          const float4* place = tile + (item * splits + begin + i) * CONSUMERS + thread;
+          while (is_empty(x[b][i])) x[b][i] = load_relaxed(place);
           totals[b].x += x[b][i].x;
           totals[b].y += x[b][i].y;
           totals[b].z += x[b][i].z;
@@ -560,8 +475,8 @@ struct Consumer {
 
   // What this block added up is EMPTY for the next launch. Last of all: a fence would wait for it.
   template <int ITEMS>
-  __device__ __forceinline__ void make_empty(float4* tile, i32 first, i32 sharers, i32 splits) {
-    for (i32 item = first; item < ITEMS; item += sharers) {
+  __device__ __forceinline__ void make_empty(float4* tile, i32 first, i32 splits) {
+    for (i32 item = first; item < ITEMS; item += splits) {
       for (i32 split = 0; split < splits; ++split) {
         tile[(item * splits + split) * CONSUMERS + thread] = empty();
       }
@@ -570,7 +485,7 @@ struct Consumer {
 
   __device__ void run_fc(const Params& p, i32 unit) {
     const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
-    const Range range = fc_range(p, split);
+    const Range range = share(fc_steps(p), split, p.fc_splits);
     clear();
     multiply_fc(range.end - range.begin);
     float4* to = p.fc_partials + (tile * FC_ITEMS * p.fc_splits + split) * CONSUMERS + thread;
@@ -581,32 +496,33 @@ struct Consumer {
     }
   }
 
-  __device__ void reduce_fc(const Params& p, i32 job, const Counters& counters) {
-    const i32 tile = job % p.fc_tiles, first = job / p.fc_tiles, stride = p.fc_sharers;
+  __device__ void reduce_fc(const Params& p, i32 unit, const Counters& counters) {
+    const i32 tile = unit % p.fc_tiles, split = unit / p.fc_tiles;
+    if (split >= FC_ITEMS) return;
     float4* partials = p.fc_partials + tile * FC_ITEMS * p.fc_splits * CONSUMERS;
-    for (i32 item = first; item < FC_ITEMS; item += FC_BATCH * stride) {
+    for (i32 item = split; item < FC_ITEMS; item += FC_BATCH * p.fc_splits) {
       float4 totals[FC_BATCH];
       float bias[FC_BATCH][2], weight[FC_BATCH][2];  // looked up before the sums have arrived
 #pragma unroll
       for (int b = 0; b < FC_BATCH; ++b) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const i32 n = weight_row(tile, item + b * stride) + i * 8;
+          const i32 n = weight_row(tile, item + b * p.fc_splits) + i * 8;
           const bool valid = n < p.hidden_size;
           bias[b][i] = valid && p.fc_bias ? to_float(__ldg(p.fc_bias + n)) : 0.f;
           weight[b][i] = valid ? to_float(__ldg(p.hidden_norm + n)) : 0.f;
         }
       }
-      add_up<FC_BATCH, FC_ITEMS>(partials, item, stride, p.fc_splits, totals);
+      add_up<FC_BATCH, FC_ITEMS>(partials, item, p.fc_splits, totals);
 #pragma unroll
       for (int b = 0; b < FC_BATCH; ++b) {
-        const i32 which = item + b * stride;
+        const i32 which = item + b * p.fc_splits;
         if (which < FC_ITEMS) stage_hidden(p, tile, which, totals[b], bias[b], weight[b], b);
       }
       named_barrier(1, CONSUMERS);
 #pragma unroll
       for (int b = 0; b < FC_BATCH; ++b) {
-        if (item + b * stride < FC_ITEMS) store_hidden(p, tile, item + b * stride, b);
+        if (item + b * p.fc_splits < FC_ITEMS) store_hidden(p, tile, item + b * p.fc_splits, b);
       }
       named_barrier(1, CONSUMERS);
     }
@@ -614,7 +530,7 @@ struct Consumer {
     named_barrier(1, CONSUMERS);
     if (thread == 0) count_up(counters.hidden_ready);
     __syncwarp();
-    make_empty<FC_ITEMS>(partials, first, stride, p.fc_splits);
+    make_empty<FC_ITEMS>(partials, split, p.fc_splits);
   }
 
   // An item is 8 batch rows x 64 weight rows of each warpgroup.
@@ -724,25 +640,23 @@ struct Consumer {
     return target;
   }
 
-  __device__ __forceinline__ void look_up(const Params& p, i32 job, i32 item,
+  __device__ __forceinline__ void look_up(const Params& p, i32 unit, i32 item,
                                           Target (&targets)[KV_BATCH]) {
 #pragma unroll
     for (int b = 0; b < KV_BATCH; ++b) {
-      const i32 row = (item + b * p.kv_sharers) * 8 + thread / 32;
-      targets[b] = target_at(p, kv_tile_at(p, job % p.kv_tiles), row, lane * 4);
+      const i32 row = (item + b * p.kv_splits) * 8 + thread / 32;
+      targets[b] = target_at(p, kv_tile_at(p, unit % p.kv_tiles), row, lane * 4);
     }
   }
 
-  __device__ void run_kv(const Params& p, i32 unit, const Counters& counters, bool first) {
+  __device__ void run_kv(const Params& p, i32 unit, const Counters& counters) {
     const i32 tile = unit % p.kv_tiles, split = unit / p.kv_tiles;
     const Range range = share(kv_steps(p), split, p.kv_splits);
     clear();
     multiply_kv<0>(range.end - range.begin);
-    if (first) {
-      if (thread == 0) wait_for_count(counters.hidden_ready, p.fc_tiles * p.fc_sharers);
-      named_barrier(1, CONSUMERS);
-      load_inverse_rms(p);
-    }
+    if (thread == 0) wait_for_count(counters.hidden_ready, hidden_shares(p));
+    named_barrier(1, CONSUMERS);
+    load_inverse_rms(p);
     multiply_kv<1>(range.end - range.begin);
     named_barrier(1, CONSUMERS);
     float4* to = p.kv_partials + (tile * KV_ITEMS * p.kv_splits + split) * CONSUMERS + thread;
@@ -758,16 +672,16 @@ struct Consumer {
     }
   }
 
-  // `looked_up`: whether `targets` already are those of the job's first items.
-  __device__ void reduce_kv(const Params& p, i32 job, bool looked_up,
+  // `looked_up`: whether `targets` already are those of the unit's first items.
+  __device__ void reduce_kv(const Params& p, i32 unit, bool looked_up,
                             Target (&targets)[KV_BATCH]) {
-    const KvTile rows = kv_tile_at(p, job % p.kv_tiles);
-    const i32 first = job / p.kv_tiles, stride = p.kv_sharers;
-    float4* partials = p.kv_partials + job % p.kv_tiles * KV_ITEMS * p.kv_splits * CONSUMERS;
-    for (i32 item = first; item < KV_ITEMS; item += KV_BATCH * stride) {
-      if (!looked_up || item != first) look_up(p, job, item, targets);
+    const KvTile rows = kv_tile_at(p, unit % p.kv_tiles);
+    const i32 split = unit / p.kv_tiles;
+    float4* partials = p.kv_partials + unit % p.kv_tiles * KV_ITEMS * p.kv_splits * CONSUMERS;
+    for (i32 item = split; item < KV_ITEMS; item += KV_BATCH * p.kv_splits) {
+      if (!looked_up || item != split) look_up(p, unit, item, targets);
       float4 totals[KV_BATCH];
-      add_up<KV_BATCH, KV_ITEMS>(partials, item, stride, p.kv_splits, totals);
+      add_up<KV_BATCH, KV_ITEMS>(partials, item, p.kv_splits, totals);
 #pragma unroll
       for (int b = 0; b < KV_BATCH; ++b) stage_kv(p, rows, totals[b], b);
       named_barrier(1, CONSUMERS);
@@ -777,7 +691,7 @@ struct Consumer {
       }
       named_barrier(1, CONSUMERS);
     }
-    make_empty<KV_ITEMS>(partials, first, stride, p.kv_splits);
+    make_empty<KV_ITEMS>(partials, split, p.kv_splits);
   }
 
   // An item is 8 batch rows x the 128 weight rows of the tile.
@@ -838,27 +752,6 @@ struct Consumer {
                                     : to_float8<2, 15, 0x47800000u, 0x7Cu>(values[i]);
       }
       *reinterpret_cast<uchar4*>(buffer + element) = out;
-    }
-  }
-
-  __device__ void run(const Params& p) {
-    Target targets[KV_BATCH];
-    const i32 first = blockIdx.x, blocks = gridDim.x;
-    i32 unit = units.next<true>(lane);
-    for (; unit < fc_units(p); unit = units.next<true>(lane)) run_fc(p, unit);
-    const Counters counters = counters_of(p, shared);
-    for (i32 job = first; job < p.fc_tiles * p.fc_sharers; job += blocks) {
-      reduce_fc(p, job, counters);
-    }
-    const i32 kv_jobs = p.kv_tiles * p.kv_sharers;
-    if (first < kv_jobs) look_up(p, first, first / p.kv_tiles, targets);
-    bool first_unit = true;
-    for (; unit < all_units(p); unit = units.next<true>(lane)) {
-      run_kv(p, unit - fc_units(p), counters, first_unit);
-      first_unit = false;
-    }
-    for (i32 job = first; job < kv_jobs; job += blocks) {
-      reduce_kv(p, job, job == first, targets);
     }
   }
 };
@@ -930,9 +823,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   const i32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const i32 first = blockIdx.x, blocks = gridDim.x;
+  const i32 fc_units = p.fc_tiles * p.fc_splits, kv_units = p.kv_tiles * p.kv_splits;
+  const i32 turn = *reinterpret_cast<volatile i32*>(p.counters);
+  i32* set = p.counters + 32 + turn * NUM_COUNTERS;
+  const Counters counters{set, set + 32};
 
-  if (thread == CONSUMERS) prefetch_map(&p.fc_map);
-  if (thread == CONSUMERS + 32) prefetch_map(&p.aux_maps[0]);
   if (thread == 0) {
     for (int i = 0; i < WEIGHT_TILES; ++i) {
       barrier_init(shared_address(&shared.weights_full[i]), 1);
@@ -942,11 +837,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(shared_address(&shared.batch_full[i]), 1);
       barrier_init(shared_address(&shared.batch_empty[i]), CONSUMERS / 32);
     }
-    for (int i = 0; i < UNIT_SLOTS; ++i) {
-      barrier_init(shared_address(&shared.unit_full[i]), 1);
-      barrier_init(shared_address(&shared.unit_empty[i]), CONSUMERS / 32 + 1);
-    }
-    barrier_init(shared_address(&shared.turn_known), 1);
     proxy_fence();
   }
   __syncthreads();
@@ -954,33 +844,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
     if (warp == 8 && lane == 0) {
-      WeightProducer{shared, 0}.run(p);
+      WeightProducer producer{shared, 0};
+      for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
+      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u);
     } else if (warp == 9 && lane == 0) {
-      BatchProducer{shared, {shared}}.run(p);
+      BatchProducer producer{shared};
+      for (i32 u = first; u < fc_units; u += blocks) producer.feed_fc(p, u);
+      for (i32 u = first; u < kv_units; u += blocks) producer.feed_kv(p, u, counters);
     } else if (warp >= 10) {
-      if (warp == 10 && lane == 0) {
-        shared.turn = *reinterpret_cast<volatile i32*>(p.counters);
-        barrier_arrive(shared_address(&shared.turn_known));
-      }
       const i32 begin = first + (warp - 10) * blocks, stride = ROW_WARPS * blocks;
       for (i32 row = begin; row < p.rows; row += stride) prepare_embedding(p, row, lane);
-      const Counters counters = counters_of(p, shared);
       proxy_fence();
       __syncwarp();
       if (lane == 0) count_up(counters.embeds_ready);
       for (i32 row = begin; row < p.rows; row += stride) keep_row(p, row, lane);
       if (first == 0 && warp == 10) {
-        i32* other = Counters(p.counters, 1 - shared.turn).next_unit;
+        i32* other = p.counters + 32 + (1 - turn) * NUM_COUNTERS;
         for (i32 i = lane; i < NUM_COUNTERS; i += 32) other[i] = 0;
       }
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    Consumer{shared, thread, lane, warp, warp / 4, {shared}}.run(p);
+    Consumer consumer{shared, thread, lane, warp, warp / 4};
+    for (i32 u = first; u < fc_units; u += blocks) consumer.run_fc(p, u);
+    for (i32 u = first; u < fc_units; u += blocks) consumer.reduce_fc(p, u, counters);
+    Consumer::Target targets[KV_BATCH];
+    if (first < kv_units) consumer.look_up(p, first, first / p.kv_tiles, targets);
+    for (i32 u = first; u < kv_units; u += blocks) consumer.run_kv(p, u, counters);
+    for (i32 u = first; u < kv_units; u += blocks) {
+      consumer.reduce_kv(p, u, u == first, targets);
+    }
     if (first == 0 && thread == 0) {
-      const Counters counters = counters_of(p, shared);
       wait_for_count(counters.embeds_ready, ROW_WARPS * blocks);  // every block has read `turn`
-      *reinterpret_cast<volatile i32*>(p.counters) = 1 - shared.turn;
+      *reinterpret_cast<volatile i32*>(p.counters) = 1 - turn;
     }
   }
 }

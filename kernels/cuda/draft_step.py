@@ -25,21 +25,17 @@ from ..float8 import E4M3_OVERFLOW
 
 AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
 
-MAX_ROWS = 128  # one batch tile; above it library matmuls win (profiling/results)
+MAX_ROWS = 64  # above, library matmuls and the Triton kernels are faster (profiling/results)
 THREADS = 384
 FC_ROWS, KV_ROWS, TILE_K, WEIGHT_BYTES = 256, 128, 64, 16384
 MAX_KV_SPLITS = 32  # arbitrary
-# Up to this batch tile the last part of fc and all of K and V go to whoever is free, in units half
-# as large; above, the partial sums of twice as many units cost more than the balance gives.
-BALANCED_UP_TO = 32
-LARGE_SHARE = 0.75  # of fc's K, in the units that blocks start with
-# Weight tiles of a block that are requested and have not landed: enough to cover the latency, too
-# few for a queue that partial sums would wait in.
+# Weight tiles of a block that are requested and have not landed: enough to cover the latency, and
+# no queue for partial sums to wait in (3, 4, 6, 13 at 64 rows: 53.9, 52.0, 55.5, 56.3 us).
 IN_FLIGHT = 4
-NUM_COUNTERS = 96  # of each of the two sets, behind 32 integers of which the first is the turn
+NUM_COUNTERS = 64  # of each of the two sets, behind 32 integers of which the first is the turn
 # Batch tile: weight tiles and batch tiles in flight. What fits the 227 KiB of a block, with as many
 # bytes of weights in flight as that leaves.
-RINGS = {8: (13, 8), 16: (12, 8), 32: (11, 8), 64: (9, 8), 128: (7, 6)}
+RINGS = {8: (13, 8), 16: (12, 8), 32: (11, 8), 64: (9, 8)}
 POOLS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -50,21 +46,13 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut into units: tiles of weight rows times splits of K.
-
-    `fc_large_splits` splits share the first `fc_large_steps` steps along K, the others the rest.
-    `fc_sharers` and `kv_sharers` blocks add up a tile.
-    """
+    """How a step is cut into units: tiles of weight rows times splits of K."""
 
     batch_tile: int
     fc_tiles: int
     fc_splits: int
-    fc_sharers: int
-    fc_large_splits: int
-    fc_large_steps: int
     kv_tiles: int
     kv_splits: int
-    kv_sharers: int
 
     @property
     def fc_partial_bytes(self) -> int:
@@ -129,27 +117,15 @@ def make_plan(
     *, rows: int, hidden: int, fc_steps: int, kv_rows: int, head_dim: int, blocks: int
 ) -> Plan:
     """One unit a block where that can be: split K by as much as the blocks allow."""
-    batch_tile = next(tile for tile in RINGS if rows <= tile)
     used = KV_ROWS // head_dim * head_dim if head_dim < KV_ROWS else KV_ROWS
     fc_tiles, kv_tiles = ceil_div(hidden, FC_ROWS), ceil_div(kv_rows, used)
-    fc_blocks, kv_blocks = max(1, blocks // fc_tiles), max(1, blocks // kv_tiles)
     kv_steps = ceil_div(hidden, TILE_K)
-    large_splits, large_steps, small_splits = min(fc_blocks, fc_steps), fc_steps, 0
-    kv_splits = min(kv_blocks, kv_steps, MAX_KV_SPLITS)
-    if batch_tile <= BALANCED_UP_TO:
-        large_steps = int(LARGE_SHARE * fc_steps)
-        small_splits = large_splits
-        kv_splits = min(2 * kv_blocks, kv_steps, MAX_KV_SPLITS)
     return Plan(
-        batch_tile=batch_tile,
+        batch_tile=next(tile for tile in RINGS if rows <= tile),
         fc_tiles=fc_tiles,
-        fc_splits=large_splits + small_splits,
-        fc_sharers=min(fc_blocks, 2 * batch_tile // 8),
-        fc_large_splits=large_splits,
-        fc_large_steps=large_steps,
+        fc_splits=max(1, min(blocks // fc_tiles, fc_steps)),
         kv_tiles=kv_tiles,
-        kv_splits=kv_splits,
-        kv_sharers=min(kv_blocks, batch_tile // 8),
+        kv_splits=max(1, min(blocks // kv_tiles, kv_steps, MAX_KV_SPLITS)),
     )
 
 
@@ -199,8 +175,7 @@ def _structures() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
             *group(pointer, "embed_rows hidden_rows square_sums fc_partials kv_partials counters"),
             *group(i32, "rows hidden_size num_parts part_width num_map_parts map_part_width"),
             *group(i32, "heads head_dim rotary_dim is_neox"),
-            *group(i32, "fc_tiles fc_splits fc_sharers fc_large_splits fc_large_steps"),
-            *group(i32, "kv_tiles kv_splits kv_sharers"),
+            *group(i32, "fc_tiles fc_splits kv_tiles kv_splits"),
             *group(i32, "tokens_wide seq_lens_wide requests_wide slots_wide"),
             *group(i32, "gather_embeds pool has_k_scale has_v_scale"),
             *group(f32, "k_scale v_scale eps"),
@@ -272,9 +247,9 @@ def _shared_bytes(batch_tile: int) -> int:
     tiles = weight_tiles * WEIGHT_BYTES + batch_tiles * batch_tile * TILE_K * 2
     items = 2 * batch_tile // 8
     batch = 4 if items >= 32 else 2 if items >= 16 else 1
-    staging = max(8 * (KV_ROWS + 4) * 4 * max(1, batch // 2), 2304 * batch) + 256 * batch
+    staging = 8 * (KV_ROWS + 4) * 4 * max(1, batch // 2) + 2304 * batch + 256 * batch
     staging += 4 * batch_tile
-    return ceil_div(tiles + staging + 16 * (weight_tiles + batch_tiles) + 128, 1024) * 1024
+    return ceil_div(tiles + staging + 16 * (weight_tiles + batch_tiles), 1024) * 1024
 
 
 def write_draft_kv(
@@ -389,12 +364,8 @@ def write_draft_kv(
         is_neox=int(layer.is_neox_style),
         fc_tiles=plan.fc_tiles,
         fc_splits=plan.fc_splits,
-        fc_sharers=plan.fc_sharers,
-        fc_large_splits=plan.fc_large_splits,
-        fc_large_steps=plan.fc_large_steps,
         kv_tiles=plan.kv_tiles,
         kv_splits=plan.kv_splits,
-        kv_sharers=plan.kv_sharers,
         tokens_wide=_is_wide(token_ids),
         seq_lens_wide=_is_wide(positions),
         requests_wide=_is_wide(req_pool_indices),

@@ -61,10 +61,6 @@ __device__ __forceinline__ void copy_tile(u32 destination, const TensorMap* map,
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Orders ordinary accesses before and after accesses by the copy engine.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
