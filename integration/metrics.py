@@ -5,6 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .symbols import Attributes, Hook, Symbol
+
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+PROCESSOR = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
+REPORTER = f"{_COMPONENTS}.metrics_reporter.SchedulerMetricsReporter"
+SYMBOLS: tuple[Symbol, ...] = (
+    Hook(f"{PROCESSOR}._resolve_spec_v2_tokens", "result batch"),
+    Hook(f"{REPORTER}.update_spec_metrics"),
+    Hook(f"{REPORTER}.report_decode_stats"),
+    Attributes(PROCESSOR, "metrics_reporter"),
+    Attributes(REPORTER, "spec_num_forward_ct spec_total_num_forward_ct"),
+    Attributes(
+        "sglang.srt.managers.schedule_batch.Req", "spec_verify_ct spec_correct_drafts_histogram"
+    ),
+)
+
 _OFF = "_fused_fallback_off_step"
 
 

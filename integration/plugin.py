@@ -19,15 +19,36 @@ from . import flags, refusals
 from .adapters.eagle_worker_v2 import MODULE as EAGLE_WORKER_V2
 from .adapters.eagle_worker_v2 import EagleWorkerV2
 from .adapters.versions import adapter_for
-from .metrics import leave_out_of_request, leave_out_of_server, report_without_division_by_zero
+from .metrics import (
+    PROCESSOR,
+    REPORTER,
+    leave_out_of_request,
+    leave_out_of_server,
+    report_without_division_by_zero,
+)
+from .symbols import Attributes, Call, Hook, Symbol
 
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-PROCESSOR = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+ENGINE = "sglang.srt.entrypoints.engine"
+REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
+SYMBOLS: tuple[Symbol, ...] = (
+    Hook(f"{SERVER_ARGS}.add_cli_args", "parser"),
+    Hook(f"{SERVER_ARGS}.from_cli_args", "args"),
+    Hook(f"{ENGINE}.Engine._launch_subprocesses", "server_args"),
+    Hook(f"{SCHEDULER}.__init__", "server_args"),
+    Hook(f"{SCHEDULER}.get_init_info"),
+    Hook(f"{SCHEDULER}.get_internal_state"),
+    Attributes(SCHEDULER, "draft_worker"),
+    Attributes(f"{ENGINE}.SchedulerInitResult", "scheduler_infos"),
+    Attributes("sglang.srt.managers.io_struct.GetInternalStateReqOutput", "internal_state"),
+    Call(f"{REGISTRY}.register", "target hook hook_type", "source"),
+    Attributes(REGISTRY, "apply_hooks _hooks _patched"),
+    Call("sglang.srt.utils.log_info_on_rank0", "logger msg"),
 )
-REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+"""What every release must have; an adapter declares what it needs besides."""
 ATTRIBUTE = "_fused_fallback"
 """Where the adapter lives: on the worker, and on the scheduler."""
 
@@ -38,14 +59,23 @@ class FusedFallbackError(RuntimeError):
 
 def register() -> None:
     """Register the launcher's and the scheduler's hooks; a second call registers nothing."""
+    register_flags()
     _register(
         {
-            "sglang.srt.server_args.ServerArgs.add_cli_args": ("after", _add_cli_args),
-            "sglang.srt.server_args.ServerArgs.from_cli_args": ("around", _from_cli_args),
-            "sglang.srt.entrypoints.engine.Engine._launch_subprocesses": ("around", _launch),
+            f"{ENGINE}.Engine._launch_subprocesses": ("around", _launch),
             f"{SCHEDULER}.__init__": ("around", _init_scheduler),
             f"{SCHEDULER}.get_init_info": ("after", _add_init_info),
             f"{SCHEDULER}.get_internal_state": ("after", _add_internal_state),
+        }
+    )
+
+
+def register_flags() -> None:
+    """Register the hooks through which SGLang's parser takes the flags."""
+    _register(
+        {
+            f"{SERVER_ARGS}.add_cli_args": ("after", _add_cli_args),
+            f"{SERVER_ARGS}.from_cli_args": ("around", _from_cli_args),
         }
     )
 

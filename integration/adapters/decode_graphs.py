@@ -11,8 +11,29 @@ from typing import Any
 
 from ...bindings.graph import DraftStepGraphRunner
 from ..fallback import FusedFallback
+from ..symbols import Attributes, Call, Symbol
 
 logger = logging.getLogger(__name__)
+
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+RUNNER = "sglang.srt.model_executor.runner.DecodeCudaGraphRunner"
+SYMBOLS: tuple[Symbol, ...] = (
+    Attributes(
+        MODEL_RUNNER,
+        "decode_cuda_graph_runner attn_backend spec_algorithm init_new_workspace device gpu_id",
+    ),
+    Call(f"{MODEL_RUNNER}._get_attention_backend", keywords="init_new_workspace"),
+    Attributes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "size"),
+    Call(
+        f"{RUNNER}.__init__",
+        "model_runner",
+        "attn_backend speculative_num_steps speculative_num_draft_tokens",
+    ),
+    Call(f"{RUNNER}.get_spec_info", "num_tokens"),
+    Attributes(RUNNER, "capture_bs capture_hidden_mode"),
+    Attributes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm", "NONE"),
+    Call("sglang.srt.utils.get_available_gpu_memory", "device gpu_id"),
+)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ import torch
 
 from ...bindings.ops import can_fuse
 from ...kernels.draft_layer import DraftLayer
+from .. import metrics
 from ..fallback import DraftPool, FusedFallback, NextDraftInput
 from ..flags import FallbackArguments
 from ..policy import FallbackPolicy
+from ..symbols import Attributes, Call, Hook, Symbol
 from . import decode_graphs
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class EagleWorkerV2:
     Raises:
         ValueError: the loaded draft cannot be fused; the text says why.
     """
+
+    worker_class = "EAGLEWorkerV2"
+    """What SGLang must select as the worker."""
 
     read_done_event = "shared_read_done_event"
     """The runner's event after which the scheduler may overwrite shared buffers."""
@@ -62,6 +67,11 @@ class EagleWorkerV2:
         self.graphs = decode_graphs.capture(self.target, self.fallback)
 
     # ---- before the start
+
+    @classmethod
+    def symbols(cls) -> tuple[Symbol, ...]:
+        """What this adapter uses of SGLang, for the check before the start."""
+        return (*SYMBOLS, *SYMBOLS_OF_0523)
 
     @staticmethod
     def setting(server_args: ServerArgs, name: str) -> Any:
@@ -338,6 +348,10 @@ class EagleWorkerV2Of0517(EagleWorkerV2):
 
     read_done_event = "war_fastpath_read_done_event"
 
+    @classmethod
+    def symbols(cls) -> tuple[Symbol, ...]:
+        return (*SYMBOLS, *SYMBOLS_OF_0517)
+
     @staticmethod
     def setting(server_args: ServerArgs, name: str) -> Any:
         return getattr(server_args, name, None)
@@ -368,3 +382,88 @@ def _restored(batch: ScheduleBatch) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(batch, name, value)
+
+
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+KV_POOL = "sglang.srt.mem_cache.memory_pool"
+LLAMA_EAGLE3 = "sglang.srt.models.llama_eagle3"
+ROTARY = "sglang.srt.layers.rotary_embedding.RotaryEmbedding"
+
+SYMBOLS: tuple[Symbol, ...] = (
+    Hook(f"{MODULE}.EAGLEWorkerV2.forward_batch_generation", "batch on_publish grammar_barrier"),
+    Hook(
+        f"{MODULE}.EagleDraftWorker._draft_extend_for_prefill",
+        "batch target_hidden_states next_token_ids mm_input_embeds",
+    ),
+    Call(f"{MODULE}.EagleDraftWorker._draft_extend_for_decode", "batch batch_result"),
+    Attributes(
+        f"{MODULE}.EAGLEWorkerV2", "target_worker draft_worker topk speculative_num_draft_tokens"
+    ),
+    Attributes(f"{MODULE}.EagleDraftWorker", "draft_runner plan_stream"),
+    Call(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "batch",
+        "capture_hidden_mode",
+    ),
+    Attributes("sglang.srt.managers.tp_worker.TpModelWorker", "model_runner"),
+    Attributes(MODEL_RUNNER, "model req_to_token_pool token_to_kv_pool"),
+    Attributes(f"{KV_POOL}.ReqToTokenPool", "req_to_token"),
+    Call(f"{KV_POOL}.KVCache.get_key_buffer", "layer_id"),
+    Call(f"{KV_POOL}.KVCache.get_value_buffer", "layer_id"),
+    Attributes(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        "forward_mode is_extend_in_batch spec_info reqs seq_lens seq_lens_cpu seq_lens_sum "
+        "req_pool_indices req_pool_indices_cpu input_ids out_cache_loc extend_lens prefix_lens "
+        "has_grammar return_logprob return_hidden_states",
+    ),
+    Attributes(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        "logits_output next_token_ids accept_lens new_seq_lens next_draft_input "
+        "speculative_num_draft_tokens",
+    ),
+    Attributes(
+        "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
+        "next_token_logits hidden_states next_token_logprobs",
+    ),
+    Attributes(
+        "sglang.srt.speculative.eagle_info.EagleDraftInput",
+        "bonus_tokens topk_p topk_index hidden_states",
+    ),
+    Attributes(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode", "DECODE is_extend is_idle"
+    ),
+    Attributes("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode", "FULL"),
+    Call("sglang.srt.speculative.eagle_utils._eagle_prefill_tail_tokens", "batch next_token_ids"),
+    Call(
+        "sglang.srt.utils.hf_transformers_utils.get_config", "model", "trust_remote_code revision"
+    ),
+    Attributes(f"{LLAMA_EAGLE3}.LlamaForCausalLMEagle3", "model"),
+    Attributes(
+        f"{LLAMA_EAGLE3}.LlamaModel",
+        "embed_tokens hidden_size_in num_aux_hidden_states fc fc_norm input_norm layers",
+    ),
+    Attributes(f"{LLAMA_EAGLE3}.LlamaDecoderLayer", "self_attn hidden_norm input_layernorm"),
+    Attributes(
+        "sglang.srt.models.llama.LlamaAttention",
+        "qkv_proj rotary_emb attn q_size num_kv_heads head_dim",
+    ),
+    Attributes(
+        "sglang.srt.layers.radix_attention.RadixAttention", "layer_id k_scale_float v_scale_float"
+    ),
+    Attributes("sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding", "tp_size"),
+    Attributes("sglang.srt.layers.layernorm.RMSNorm", "weight variance_epsilon"),
+    Attributes(ROTARY, "cos_sin_cache is_neox_style"),
+    *metrics.SYMBOLS,
+    *decode_graphs.SYMBOLS,
+)
+SYMBOLS_OF_0523: tuple[Symbol, ...] = (
+    Attributes(MODEL_RUNNER, "shared_read_done_event"),
+    Call("sglang.srt.arg_groups.overrides.resolution_result", "server_args field"),
+    Attributes("sglang.srt.server_args.ServerArgs", "resolve_once"),
+    Call("sglang.srt.speculative.spec_utils.draft_tp_context", "layout"),
+    Attributes(f"{MODULE}.EagleDraftWorker", "parallel_layout"),
+)
+SYMBOLS_OF_0517: tuple[Symbol, ...] = (
+    Attributes(MODEL_RUNNER, "war_fastpath_read_done_event tp_group"),
+    Attributes(f"{MODULE}.EagleDraftWorker", "draft_tp_context"),
+)
