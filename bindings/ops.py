@@ -572,12 +572,13 @@ def _capture_aux_hidden_states(
     rows: torch.Tensor | None,
     backend: str,
 ) -> None:
-    _kernels(backend).capture_aux_hidden_states(
-        aux_hidden_states=_packed(aux),
-        req_pool_indices=req_pool_indices,
-        kept_hidden_states=kept_hidden_states,
-        rows=rows,
-    )
+    with torch.cuda.device_of(kept_hidden_states):
+        _kernels(backend).capture_aux_hidden_states(
+            aux_hidden_states=_packed(aux),
+            req_pool_indices=req_pool_indices,
+            kept_hidden_states=kept_hidden_states,
+            rows=rows,
+        )
 
 
 def _build_draft_input(
@@ -587,12 +588,13 @@ def _build_draft_input(
     new_seq_lens: torch.Tensor,
     backend: str,
 ) -> None:
-    _kernels(backend).build_draft_input(
-        next_token_ids=next_token_ids,
-        seq_lens=seq_lens,
-        bonus_tokens=bonus_tokens,
-        new_seq_lens=new_seq_lens,
-    )
+    with torch.cuda.device_of(next_token_ids):
+        _kernels(backend).build_draft_input(
+            next_token_ids=next_token_ids,
+            seq_lens=seq_lens,
+            bonus_tokens=bonus_tokens,
+            new_seq_lens=new_seq_lens,
+        )
 
 
 def _write_draft_kv(*args: Any) -> None:
@@ -602,18 +604,19 @@ def _write_draft_kv(*args: Any) -> None:
         args[split:],
     )
     k_scale, v_scale, input_embeds, backend = rest
-    _kernels(backend).write_draft_kv(
-        layer=layer,
-        aux_hidden_states=_packed(aux),
-        token_ids=token_ids,
-        positions=positions,
-        out_cache_loc=slots,
-        k_buffer=k_buffer,
-        v_buffer=v_buffer,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        input_embeds=input_embeds,
-    )
+    with torch.cuda.device_of(k_buffer):
+        _kernels(backend).write_draft_kv(
+            layer=layer,
+            aux_hidden_states=_packed(aux),
+            token_ids=token_ids,
+            positions=positions,
+            out_cache_loc=slots,
+            k_buffer=k_buffer,
+            v_buffer=v_buffer,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            input_embeds=input_embeds,
+        )
 
 
 def _fused_draft_step(*args: Any) -> None:
@@ -623,22 +626,23 @@ def _fused_draft_step(*args: Any) -> None:
         args[split:],
     )
     bonus_tokens, new_seq_lens, k_buffer, v_buffer, k_scale, v_scale, embeds, backend = rest
-    _kernels(backend).fused_draft_step(
-        layer=layer,
-        aux_hidden_states=_packed(aux),
-        next_token_ids=tokens,
-        seq_lens=seq_lens,
-        req_pool_indices=requests,
-        out_cache_loc=slots,
-        kept_hidden_states=kept,
-        bonus_tokens=bonus_tokens,
-        new_seq_lens=new_seq_lens,
-        k_buffer=k_buffer,
-        v_buffer=v_buffer,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        input_embeds=embeds,
-    )
+    with torch.cuda.device_of(k_buffer):
+        _kernels(backend).fused_draft_step(
+            layer=layer,
+            aux_hidden_states=_packed(aux),
+            next_token_ids=tokens,
+            seq_lens=seq_lens,
+            req_pool_indices=requests,
+            out_cache_loc=slots,
+            kept_hidden_states=kept,
+            bonus_tokens=bonus_tokens,
+            new_seq_lens=new_seq_lens,
+            k_buffer=k_buffer,
+            v_buffer=v_buffer,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            input_embeds=embeds,
+        )
 
 
 def _writes_nothing_new(*args: Any) -> None:

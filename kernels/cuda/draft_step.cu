@@ -1,18 +1,18 @@
 // The whole draft step in one persistent launch on Hopper.
 //
-// Blocks: one a multiprocessor, all resident (a cooperative launch). Warps 0-7 are two warpgroups of
-// wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring of batch tiles, warps 10-11
-// take batch rows: stages capture_aux_hidden_states and build_draft_input, and the embedding with its
-// norm.
+// Blocks: one a multiprocessor, all resident (a cooperative launch). Warps 0-7 are two warpgroups
+// of wgmma consumers, warp 8 feeds a ring of weight tiles and warp 9 a ring of batch tiles, warps
+// 10-11 take batch rows: stages capture_aux_hidden_states and build_draft_input, and the embedding
+// with its norm.
 //
 // Stage write_draft_kv is two matmuls that read their weights once. A unit of work is a tile of
-// weight rows, all batch rows and a share of K; the partial sums of a tile meet in L2, where each of
-// its blocks adds up a share in the order of the splits.
+// weight rows, all batch rows and a split of K; the partial sums of a tile meet in L2, where each
+// of its blocks adds up a share in the order of the splits.
 //   1. fc: 256 weight rows. The sums become `hidden` = fc output * hidden_norm weight, with the sum
 //      of squares of each row beside it.
 //   2. K and V: 128 weight rows, first the embedding half of K, then the hidden half. Their weights
-//      are on the way while fc is being added up. 1 / RMS of `hidden` scales the float32 sums of its
-//      half, so nobody waits for a row's norm before multiplying. Then rotate, convert, store.
+//      are on the way while fc is being added up. 1 / RMS of `hidden` scales the float32 sums of
+//      its half, so nobody waits for a row's norm before multiplying. Then rotate, convert, store.
 // Partial sums need neither fence nor flag: the buffer holds EMPTY between launches, a reader waits
 // for a value that is not EMPTY, and puts EMPTY back. `hidden`, which the copy engine reads, is
 // announced by a counter.

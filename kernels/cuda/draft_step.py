@@ -215,7 +215,7 @@ def _normalize_aux(
         eps=layer.rms_norm_eps,
     )
     defines = _defines(8, layer.kv_proj.dtype)
-    kernel = driver.load_kernel("normalize_aux_kernel", defines, 0)
+    kernel = driver.load_kernel("normalize_aux_kernel", defines, 0, packed.device.index)
     driver.launch(kernel, params, grid=parts[0].shape[0], block=512)
 
 
@@ -380,7 +380,9 @@ def write_draft_kv(
     )
     shared_bytes = _shared_bytes(plan.batch_tile)
     driver.launch(
-        driver.load_kernel("draft_step_kernel", _defines(plan.batch_tile, dtype), shared_bytes),
+        driver.load_kernel(
+            "draft_step_kernel", _defines(plan.batch_tile, dtype), shared_bytes, fc.device.index
+        ),
         params,
         grid=blocks,
         block=THREADS,

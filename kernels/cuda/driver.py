@@ -60,8 +60,13 @@ def _check(status: int, call: str) -> None:
 
 
 @cache
-def load_kernel(name: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -> Any:
-    """The kernel `name` built with these macros, from cupy's cache folder if it is there."""
+def load_kernel(
+    name: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int
+) -> Any:
+    """The kernel `name` built with these macros, from cupy's cache folder if it is there.
+
+    `device` is the current device's index: a loaded kernel belongs to one.
+    """
     folder = Path(__file__).parent
     source = "\n".join((folder / file).read_text() for file in SOURCES)
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{key}={value}" for key, value in defines))
