@@ -252,6 +252,136 @@ def _shared_bytes(batch_tile: int) -> int:
     return ceil_div(tiles + staging + 16 * (weight_tiles + batch_tiles), 1024) * 1024
 
 
+@dataclass(frozen=True)
+class _Regions:
+    """The workspaces of a step: scratch that starts with the counters, and the partial sums."""
+
+    counters: int
+    square_sums: int
+    embed_rows: torch.Tensor
+    hidden_rows: torch.Tensor
+    packed: torch.Tensor | None
+    fc_partials: int
+    kv_partials: int
+
+
+def _regions(layer: DraftLayer, plan: Plan, rows: int, packed_width: int) -> _Regions:
+    dtype, device, hidden = layer.kv_proj.dtype, layer.kv_proj.device, layer.hidden_size
+    sizes = {
+        "counters": 4 * (32 + 2 * NUM_COUNTERS),
+        "square_sums": 8 * plan.fc_tiles * plan.batch_tile,
+        "embed_rows": 2 * rows * hidden,
+        "hidden_rows": 2 * rows * hidden,
+        "packed": 2 * rows * packed_width,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += ceil_div(size, 256) * 256
+    scratch = _workspace(device, 0, end)
+    partials = _workspace(device, 255, plan.fc_partial_bytes + plan.kv_partial_bytes).data_ptr()
+
+    def matrix(name: str, columns: int) -> torch.Tensor:
+        region = scratch[offsets[name] : offsets[name] + 2 * rows * columns]
+        return region.view(dtype).view(rows, columns)
+
+    return _Regions(
+        counters=scratch.data_ptr() + offsets["counters"],
+        square_sums=scratch.data_ptr() + offsets["square_sums"],
+        embed_rows=matrix("embed_rows", hidden),
+        hidden_rows=matrix("hidden_rows", hidden),
+        packed=matrix("packed", packed_width) if packed_width else None,
+        fc_partials=partials,
+        kv_partials=partials + plan.fc_partial_bytes,
+    )
+
+
+def _layer_fields(layer: DraftLayer, fc: torch.Tensor, embeds: torch.Tensor) -> dict[str, Any]:
+    """What of `Params` the draft alone decides."""
+    from . import driver
+
+    return {
+        "fc_map": driver.map_of(fc, 64, weights=True),
+        "kv_map": driver.map_of(layer.kv_proj, 64, weights=True),
+        "embeds": embeds.data_ptr(),
+        "embeds_stride": embeds.stride(0),
+        "num_embeds": embeds.shape[0],
+        "input_layernorm": layer.input_layernorm.data_ptr(),
+        "fc_bias": _address(layer.fc_bias),
+        "hidden_norm": layer.hidden_norm.data_ptr(),
+        "kv_bias": _address(layer.kv_bias),
+        "cos_sin": layer.cos_sin_cache.data_ptr(),
+        "hidden_size": layer.hidden_size,
+        "heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rotary_dim": layer.rotary_dim,
+        "is_neox": int(layer.is_neox_style),
+        "eps": layer.rms_norm_eps,
+    }
+
+
+def _plan_fields(plan: Plan, regions: _Regions) -> dict[str, Any]:
+    """What of `Params` says how the work is cut, and where it meets."""
+    from . import driver
+
+    return {
+        "embed_map": driver.map_of(regions.embed_rows, plan.batch_tile),
+        "hidden_map": driver.map_of(regions.hidden_rows, plan.batch_tile),
+        "embed_rows": regions.embed_rows.data_ptr(),
+        "hidden_rows": regions.hidden_rows.data_ptr(),
+        "square_sums": regions.square_sums,
+        "fc_partials": regions.fc_partials,
+        "kv_partials": regions.kv_partials,
+        "counters": regions.counters,
+        "fc_tiles": plan.fc_tiles,
+        "fc_splits": plan.fc_splits,
+        "kv_tiles": plan.kv_tiles,
+        "kv_splits": plan.kv_splits,
+    }
+
+
+def _pool_fields(
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    k_scale: float | None,
+    v_scale: float | None,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What of `Params` says where K and V go, and as what."""
+    scaled = k_buffer.dtype != dtype
+    return {
+        "k_buffer": k_buffer.data_ptr(),
+        "v_buffer": v_buffer.data_ptr(),
+        "k_stride": k_buffer.stride(0),
+        "v_stride": v_buffer.stride(0),
+        "num_slots": k_buffer.shape[0],
+        "pool": POOLS.index(k_buffer.dtype),
+        "has_k_scale": int(scaled and k_scale is not None),
+        "has_v_scale": int(scaled and v_scale is not None),
+        "k_scale": _rounded(k_scale, dtype),
+        "v_scale": _rounded(v_scale, dtype),
+    }
+
+
+def _kept_fields(
+    req_pool_indices: torch.Tensor | None,
+    kept_hidden_states: torch.Tensor | None,
+    bonus_tokens: torch.Tensor | None,
+    new_seq_lens: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What of `Params` serves the first two stages; nulls for K and V alone."""
+    kept = kept_hidden_states
+    return {
+        "requests": _address(req_pool_indices),
+        "requests_wide": _is_wide(req_pool_indices),
+        "kept": _address(kept),
+        "kept_stride": 0 if kept is None else kept.stride(0),
+        "max_requests": 0 if kept is None else kept.shape[0],
+        "bonus_tokens": _address(bonus_tokens),
+        "new_seq_lens": _address(new_seq_lens),
+    }
+
+
 def write_draft_kv(
     *,
     layer: DraftLayer,
@@ -273,7 +403,7 @@ def write_draft_kv(
     from . import driver
 
     parts = _parts(aux_hidden_states)
-    fc, kv_proj, dtype, hidden = layer.fc, layer.kv_proj, layer.kv_proj.dtype, layer.hidden_size
+    fc, dtype = layer.fc, layer.kv_proj.dtype
     embeds = layer.embed_tokens if input_embeds is None else input_embeds
     if fc is None or embeds is None:
         raise ValueError("the CUDA draft step needs layer.fc, and embed_tokens or input_embeds")
@@ -283,106 +413,41 @@ def write_draft_kv(
     blocks = torch.cuda.get_device_properties(fc.device).multi_processor_count
     plan = make_plan(
         rows=rows,
-        hidden=hidden,
+        hidden=layer.hidden_size,
         fc_steps=width // map_width * ceil_div(map_width, TILE_K),
-        kv_rows=kv_proj.shape[0],
+        kv_rows=layer.kv_proj.shape[0],
         head_dim=layer.head_dim,
         blocks=blocks,
     )
-
-    sizes = {
-        "counters": 4 * (32 + 2 * NUM_COUNTERS),
-        "square_sums": 8 * plan.fc_tiles * plan.batch_tile,
-        "embed_rows": 2 * rows * hidden,
-        "hidden_rows": 2 * rows * hidden,
-        "packed": 2 * rows * width if normed else 0,
-    }
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += ceil_div(size, 256) * 256
-    workspace = _workspace(fc.device, 0, end)
-    partials = _workspace(fc.device, 255, plan.fc_partial_bytes + plan.kv_partial_bytes).data_ptr()
-
-    def matrix(name: str, columns: int) -> torch.Tensor:
-        region = workspace[offsets[name] : offsets[name] + 2 * rows * columns]
-        return region.view(dtype).view(rows, columns)
-
+    regions = _regions(layer, plan, rows, width if normed else 0)
     map_parts = parts
-    if normed:
-        map_parts = [matrix("packed", width)]
-        _normalize_aux(layer, parts, out_cache_loc, map_parts[0])
-
-    maps = [driver.map_of(part, plan.batch_tile) for part in map_parts]
-    embed_rows, hidden_rows = matrix("embed_rows", hidden), matrix("hidden_rows", hidden)
-    scaled = k_buffer.dtype != dtype
+    if regions.packed is not None:
+        map_parts = [regions.packed]
+        _normalize_aux(layer, parts, out_cache_loc, regions.packed)
     params = _structures()[0](
-        fc_map=driver.map_of(fc, 64, weights=True),
-        kv_map=driver.map_of(kv_proj, 64, weights=True),
-        aux_maps=(driver.TensorMap * 4)(*maps),
-        embed_map=driver.map_of(embed_rows, plan.batch_tile),
-        hidden_map=driver.map_of(hidden_rows, plan.batch_tile),
-        aux=driver.pointers(parts, 4),
-        aux_stride=(ctypes.c_int64 * 4)(*(part.stride(0) for part in parts)),
-        slots=out_cache_loc.data_ptr(),
-        tokens=token_ids.data_ptr(),
-        seq_lens=positions.data_ptr(),
-        requests=_address(req_pool_indices),
-        kept=_address(kept_hidden_states),
-        kept_stride=0 if kept_hidden_states is None else kept_hidden_states.stride(0),
-        bonus_tokens=_address(bonus_tokens),
-        new_seq_lens=_address(new_seq_lens),
-        embeds=embeds.data_ptr(),
-        embeds_stride=embeds.stride(0),
-        input_layernorm=layer.input_layernorm.data_ptr(),
-        fc_bias=_address(layer.fc_bias),
-        hidden_norm=layer.hidden_norm.data_ptr(),
-        kv_bias=_address(layer.kv_bias),
-        cos_sin=layer.cos_sin_cache.data_ptr(),
-        k_buffer=k_buffer.data_ptr(),
-        v_buffer=v_buffer.data_ptr(),
-        k_stride=k_buffer.stride(0),
-        v_stride=v_buffer.stride(0),
-        num_slots=k_buffer.shape[0],
-        max_requests=0 if kept_hidden_states is None else kept_hidden_states.shape[0],
-        num_embeds=embeds.shape[0],
-        embed_rows=embed_rows.data_ptr(),
-        hidden_rows=hidden_rows.data_ptr(),
-        square_sums=workspace.data_ptr() + offsets["square_sums"],
-        fc_partials=partials,
-        kv_partials=partials + plan.fc_partial_bytes,
-        counters=workspace.data_ptr() + offsets["counters"],
-        rows=rows,
-        hidden_size=hidden,
-        num_parts=len(parts),
-        part_width=parts[0].shape[1],
+        aux_maps=(driver.TensorMap * 4)(*(driver.map_of(x, plan.batch_tile) for x in map_parts)),
         num_map_parts=len(map_parts),
         map_part_width=map_width,
-        heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        rotary_dim=layer.rotary_dim,
-        is_neox=int(layer.is_neox_style),
-        fc_tiles=plan.fc_tiles,
-        fc_splits=plan.fc_splits,
-        kv_tiles=plan.kv_tiles,
-        kv_splits=plan.kv_splits,
+        aux=driver.pointers(parts, 4),
+        aux_stride=(ctypes.c_int64 * 4)(*(part.stride(0) for part in parts)),
+        num_parts=len(parts),
+        part_width=parts[0].shape[1],
+        rows=rows,
+        tokens=token_ids.data_ptr(),
         tokens_wide=_is_wide(token_ids),
+        seq_lens=positions.data_ptr(),
         seq_lens_wide=_is_wide(positions),
-        requests_wide=_is_wide(req_pool_indices),
+        slots=out_cache_loc.data_ptr(),
         slots_wide=_is_wide(out_cache_loc),
         gather_embeds=int(input_embeds is None),
-        pool=POOLS.index(k_buffer.dtype),
-        has_k_scale=int(scaled and k_scale is not None),
-        has_v_scale=int(scaled and v_scale is not None),
-        k_scale=_rounded(k_scale, dtype),
-        v_scale=_rounded(v_scale, dtype),
-        eps=layer.rms_norm_eps,
+        **_layer_fields(layer, fc, embeds),
+        **_plan_fields(plan, regions),
+        **_pool_fields(k_buffer, v_buffer, k_scale, v_scale, dtype),
+        **_kept_fields(req_pool_indices, kept_hidden_states, bonus_tokens, new_seq_lens),
     )
-    shared_bytes = _shared_bytes(plan.batch_tile)
+    shared_bytes, defines = _shared_bytes(plan.batch_tile), _defines(plan.batch_tile, dtype)
     driver.launch(
-        driver.load_kernel(
-            "draft_step_kernel", _defines(plan.batch_tile, dtype), shared_bytes, fc.device.index
-        ),
+        driver.load_kernel("draft_step_kernel", defines, shared_bytes, fc.device.index),
         params,
         grid=blocks,
         block=THREADS,
