@@ -15,7 +15,7 @@ Work = Callable[[], object]
 
 
 def capture(rotation: Sequence[Work], rounds: int) -> torch.cuda.CUDAGraph:
-    """A graph of `rounds` passes over the rotation, after one eager pass to compile and allocate."""
+    """A graph of `rounds` passes over the rotation, after an eager pass to compile and allocate."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
