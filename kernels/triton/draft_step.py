@@ -59,6 +59,13 @@ def load_part(
 
 
 @triton.jit
+def normalized(x, scale, weight_ptr, mask):
+    """x * scale * weight in float32, rounded once to the dtype of x."""
+    weight = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
+    return (x.to(tl.float32) * scale * weight).to(x.dtype)
+
+
+@triton.jit
 def to_float8_bits(x, FORMAT: tl.constexpr, E4M3_OVERFLOW: tl.constexpr):
     """Round float32 to float8 as torch does: to nearest even, e5m2 overflows to infinity.
 
@@ -149,14 +156,12 @@ def prepare_kernel(
     source = row
     if HAS_ROWS:
         source = tl.load(rows_ptr + row, mask=keep, other=0).to(tl.int64)
-
     NUM_CHUNKS: tl.constexpr = NUM_PARTS * CHUNKS_PER_PART
-    WIDTH: tl.constexpr = NUM_PARTS * PART_WIDTH
     columns = tl.arange(0, BLOCK_CHUNK)
     in_chunk = columns < CHUNK
 
-    scale = tl.full((), 1.0, tl.float32)
-    if HAS_INPUT_NORM:
+    aux_scale = tl.full((), 1.0, tl.float32)
+    if HAS_INPUT_NORM or (HAS_X and not HAS_FC):
         square_sum = tl.full((), 0.0, tl.float32)
         for chunk in tl.static_range(NUM_CHUNKS):
             x = load_part(
@@ -166,9 +171,9 @@ def prepare_kernel(
                 PART=chunk // CHUNKS_PER_PART,
             ).to(tl.float32)  # fmt: skip
             square_sum += tl.sum(x * x, axis=0)
-        scale = tl.math.rsqrt(square_sum / WIDTH + eps)
+        aux_scale = tl.math.rsqrt(square_sum / (NUM_PARTS * PART_WIDTH) + eps)
 
-    if HAS_KEPT or HAS_PACKED:
+    if HAS_KEPT or HAS_PACKED or (HAS_X and not HAS_FC):
         for chunk in tl.static_range(NUM_CHUNKS):
             raw = load_part(
                 source, chunk % CHUNKS_PER_PART * CHUNK + columns, in_chunk & live,
@@ -176,30 +181,30 @@ def prepare_kernel(
                 stride_aux_0, stride_aux_1, stride_aux_2, stride_aux_3,
                 PART=chunk // CHUNKS_PER_PART,
             )  # fmt: skip
+            at = chunk * CHUNK + columns
             # Stage capture_aux_hidden_states.
             if HAS_KEPT:
-                out = kept_ptr + request * stride_kept + chunk * CHUNK + columns
-                tl.store(out, raw, mask=in_chunk & keep)
-            # Stage write_draft_kv: what fc reads.
+                tl.store(kept_ptr + request * stride_kept + at, raw, mask=in_chunk & keep)
+            # Stage write_draft_kv: what fc reads, or without fc the projection.
             if HAS_PACKED:
                 y = raw
                 if HAS_INPUT_NORM:
-                    weight = tl.load(input_norm_ptr + chunk * CHUNK + columns, mask=in_chunk)
-                    y = (y.to(tl.float32) * scale * weight.to(tl.float32)).to(raw.dtype)
+                    y = normalized(y, aux_scale, input_norm_ptr + at, in_chunk)
                 if HAS_FC_NORM:
                     wide = y.to(tl.float32)
-                    norm = tl.math.rsqrt(tl.sum(wide * wide, axis=0) / CHUNK + eps)
+                    scale = tl.math.rsqrt(tl.sum(wide * wide, axis=0) / CHUNK + eps)
                     if chunk == 0:
-                        weight = tl.load(aux_norm_ptr_0 + columns, mask=in_chunk)
+                        y = normalized(y, scale, aux_norm_ptr_0 + columns, in_chunk)
                     elif chunk == 1:
-                        weight = tl.load(aux_norm_ptr_1 + columns, mask=in_chunk)
+                        y = normalized(y, scale, aux_norm_ptr_1 + columns, in_chunk)
                     elif chunk == 2:
-                        weight = tl.load(aux_norm_ptr_2 + columns, mask=in_chunk)
+                        y = normalized(y, scale, aux_norm_ptr_2 + columns, in_chunk)
                     else:
-                        weight = tl.load(aux_norm_ptr_3 + columns, mask=in_chunk)
-                    y = (wide * norm * weight.to(tl.float32)).to(raw.dtype)
-                out = packed_ptr + row * stride_packed + chunk * CHUNK + columns
-                tl.store(out, y, mask=in_chunk)
+                        y = normalized(y, scale, aux_norm_ptr_3 + columns, in_chunk)
+                tl.store(packed_ptr + row * stride_packed + at, y, mask=in_chunk)
+            if HAS_X and not HAS_FC:
+                y = normalized(raw, aux_scale, hidden_norm_ptr + at, in_chunk)
+                tl.store(x_ptr + row * stride_x + H + at, y, mask=in_chunk)
 
     # Stage build_draft_input.
     if HAS_DRAFT_INPUT:
@@ -208,40 +213,18 @@ def prepare_kernel(
         seq_len = tl.load(seq_lens_ptr + row, mask=live, other=0)
         tl.store(new_seq_lens_ptr + row, seq_len + 1, mask=live)
 
-    # Stage write_draft_kv: the projection's input.
+    # Stage write_draft_kv: the embedding half of the projection's input.
     if HAS_X:
-        h = tl.arange(0, BLOCK_H)
-        in_h = h < H
         embed_row = row
         if GATHER_EMBEDS:
             embed_row = tl.load(tokens_ptr + row, mask=live, other=0).to(tl.int64)
-        readable = in_h & live & (embed_row >= 0) & (embed_row < num_embeds)
+        h = tl.arange(0, BLOCK_H)
+        readable = (h < H) & live & (embed_row >= 0) & (embed_row < num_embeds)
         embed = tl.load(embeds_ptr + embed_row * stride_embeds + h, mask=readable, other=0.0)
         wide = embed.to(tl.float32)
-        norm = tl.math.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
-        weight = tl.load(input_layernorm_ptr + h, mask=in_h, other=0.0).to(tl.float32)
-        tl.store(x_ptr + row * stride_x + h, (wide * norm * weight).to(embed.dtype), mask=in_h)
-        if not HAS_FC:
-            square_sum = tl.full((), 0.0, tl.float32)
-            for chunk in tl.static_range(NUM_CHUNKS):
-                x = load_part(
-                    source, chunk % CHUNKS_PER_PART * CHUNK + columns, in_chunk & live,
-                    aux_0_ptr, aux_1_ptr, aux_2_ptr, aux_3_ptr,
-                    stride_aux_0, stride_aux_1, stride_aux_2, stride_aux_3,
-                    PART=chunk // CHUNKS_PER_PART,
-                ).to(tl.float32)  # fmt: skip
-                square_sum += tl.sum(x * x, axis=0)
-            norm = tl.math.rsqrt(square_sum / H + eps)
-            for chunk in tl.static_range(NUM_CHUNKS):
-                x = load_part(
-                    source, chunk % CHUNKS_PER_PART * CHUNK + columns, in_chunk & live,
-                    aux_0_ptr, aux_1_ptr, aux_2_ptr, aux_3_ptr,
-                    stride_aux_0, stride_aux_1, stride_aux_2, stride_aux_3,
-                    PART=chunk // CHUNKS_PER_PART,
-                ).to(tl.float32)  # fmt: skip
-                weight = tl.load(hidden_norm_ptr + chunk * CHUNK + columns, mask=in_chunk)
-                y = (x * norm * weight.to(tl.float32)).to(embed.dtype)
-                tl.store(x_ptr + row * stride_x + H + chunk * CHUNK + columns, y, mask=in_chunk)
+        scale = tl.math.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
+        y = normalized(embed, scale, input_layernorm_ptr + h, h < H)
+        tl.store(x_ptr + row * stride_x + h, y, mask=h < H)
 
 
 @triton.jit
