@@ -29,6 +29,7 @@ setup(
         "test": ["pytest>=8", "pytest-benchmark>=5", "ruff==0.14.6"],
     },
     entry_points={
+        "console_scripts": ["fused-fallback = fused_fallback.integration.check:main"],
         "sglang.srt.plugins": ["fused_fallback = fused_fallback.integration.plugin:register"],
     },
 )

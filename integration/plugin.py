@@ -134,7 +134,7 @@ def _launch(launch: Callable[..., Any], cls: type, server_args: Any, *args: Any,
     if arguments is None:
         logger.info("fused fallback: off: %s is not given", flags.FLAG)
         return launch(cls, server_args, *args, **kw)
-    setting = _check(server_args, arguments)
+    setting = _check(server_args, arguments, in_launcher=True)
     result = launch(cls, server_args, *args, **kw)
     # Replicas behind a data parallel controller report to it alone, and each logs its own line.
     if (setting("dp_size") or 1) == 1 and (setting("node_rank") or 0) == 0:
@@ -142,26 +142,37 @@ def _launch(launch: Callable[..., Any], cls: type, server_args: Any, *args: Any,
     return result
 
 
-def _check(server_args: Any, arguments: flags.FallbackArguments) -> refusals.Setting:
-    try:
-        adapter = adapter_for()
-        if hasattr(server_args, "resolve_once"):
-            server_args.resolve_once()
-        setting = partial(adapter.setting, server_args)
-        reason = refusals.refuse_settings(setting) or refusals.refuse_draft(
-            adapter.draft_config(server_args)
-        )
-    except ValueError as error:
-        reason = str(error)
+def _check(
+    server_args: Any, arguments: flags.FallbackArguments, *, in_launcher: bool = False
+) -> refusals.Setting:
+    """Refuse what `fused-fallback check` shows in red; the launcher compares SGLang's source too.
+
+    Raises:
+        SystemExit: as one line, where the flags came from the command line.
+        FusedFallbackError: where they did not.
+    """
+    from . import check
+
+    lines = list(check.installation()) if in_launcher else []
+    reason = check.refusal(lines)
+    if reason is None:
+        try:
+            adapter = adapter_for()
+            if hasattr(server_args, "resolve_once"):
+                server_args.resolve_once()
+            lines += check.server(adapter, server_args, arguments)
+            reason = check.refusal(lines)
+        except ValueError as error:
+            reason = str(error)
     if reason:
         refused = f"fused fallback: off: {reason}"
         if arguments.from_command_line:
             raise SystemExit(refused)
         raise FusedFallbackError(refused)
-    warning = refusals.warn_threshold(setting, arguments.threshold)
-    if warning:
-        logger.warning("fused fallback: %s", warning)
-    return setting
+    for line in lines if in_launcher else ():
+        if line.status == check.WARN:
+            logger.warning("fused fallback: %s", line.text)
+    return partial(adapter.setting, server_args)
 
 
 def _verify(launched: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ import pytest
 NEEDS_SGLANG = (
     "test_server.py",
     "test_flags_in_sglang.py",
+    "test_check.py",
     "test_real_server.py",
     "test_gpu_server.py",
     "test_draft_variants.py",

@@ -22,6 +22,7 @@ from environment import VERSIONS, Environment, SetupError, create  # noqa: E402
 ON_EVERY_RELEASE = (
     "tests/test_server.py",
     "tests/test_flags_in_sglang.py",
+    "tests/test_check.py",
     "tests/test_real_server.py",
     "tests/test_standin.py",
 )
