@@ -26,7 +26,7 @@ from . import plugin, refusals
 from .adapters.eagle_worker_v2 import EagleWorkerV2
 from .adapters.versions import ADAPTERS, adapter_for
 from .flags import FLAG, FallbackArguments, arguments_of
-from .symbols import Hook, problems
+from .symbols import Hook, installed, problems
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -81,15 +81,15 @@ def installation() -> Iterator[Line]:
     yield Line("SGLang", OK, f"{release}, adapter {adapter.__name__}")
     yield _entry_point()
     symbols = (*plugin.SYMBOLS, *adapter.symbols())
-    hooks = [symbol for symbol in symbols if isinstance(symbol, Hook)]
-    others = [symbol for symbol in symbols if not isinstance(symbol, Hook)]
-    for check, group in (("hooks", hooks), ("symbols", others)):
-        found = list(problems(group))
-        for problem in found:
-            text = f"{problem}: this is not SGLang {release} as released, "
-            yield Line(check, FAIL, f"{text}pip install --force-reinstall sglang=={release}")
-        if not found:
-            yield Line(check, OK, f"all {len(group)} are there, with the signatures expected")
+    found = problems(symbols, installed())
+    for check, hooked in (("hooks", True), ("symbols", False)):
+        texts = [text for symbol, text in found if isinstance(symbol, Hook) == hooked]
+        for text in texts:
+            text += f": this is not SGLang {release} as released, pip install --force-reinstall "
+            yield Line(check, FAIL, f"{text}sglang=={release}")
+        if not texts:
+            number = sum(isinstance(symbol, Hook) == hooked for symbol in symbols)
+            yield Line(check, OK, f"all {number} are there, with the signatures expected")
 
 
 def _entry_point() -> Line:
@@ -174,7 +174,7 @@ def _draft(adapter: type[EagleWorkerV2], server_args: ServerArgs, setting: Any) 
     try:
         config = adapter.draft_config(server_args)
     except Exception as error:  # of transformers, huggingface_hub or the file system
-        text = f"no config.json from --speculative-draft-model-path: {_first_line(error)}"
+        text = f"--speculative-draft-model-path must have a config.json: {_first_line(error)}"
         return Line("draft", FAIL, text)
     reason = refusals.refuse_draft(config)
     if reason:

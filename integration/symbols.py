@@ -7,9 +7,9 @@ attribute that `__init__` sets is not on the class.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,19 +50,22 @@ class Attributes:
 Symbol = Call | Attributes
 
 
-def problems(symbols: Iterable[Symbol], sources: Sources | None = None) -> Iterator[str]:
+def problems(symbols: Iterable[Symbol], root: Path) -> list[tuple[Symbol, str]]:
     """Say of each symbol that is missing or has another signature what is wrong with it.
 
     Args:
         symbols: what an adapter declares.
-        sources: where SGLang lies; the installed one by default.
+        root: the folder in which SGLang's package lies.
     """
-    sources = sources or installed()
-    for symbol in symbols:
-        if isinstance(symbol, Attributes):
-            yield from _missing(symbol, sources)
-        elif problem := _mismatch(symbol, sources):
-            yield problem
+    # Syntax trees are no garbage, and a collection goes through all that SGLang has imported.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        sources = Sources(root)
+        return [(symbol, text) for symbol in symbols for text in _problems(symbol, sources)]
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass
@@ -169,9 +172,8 @@ class Sources:
         return None
 
 
-@cache
-def installed() -> Sources:
-    """The installed SGLang's sources.
+def installed() -> Path:
+    """The folder in which the installed SGLang's package lies.
 
     Raises:
         ValueError: there is none.
@@ -179,7 +181,7 @@ def installed() -> Sources:
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("SGLang is not installed in this environment: pip install sglang")
-    return Sources(Path(spec.submodule_search_locations[0]).parent)
+    return Path(spec.submodule_search_locations[0]).parent
 
 
 def _members(class_: ast.ClassDef) -> dict[str, ast.AST]:
@@ -200,6 +202,13 @@ def _members(class_: ast.ClassDef) -> dict[str, ast.AST]:
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                 members[name] = node
     return members
+
+
+def _problems(symbol: Symbol, sources: Sources) -> Iterator[str]:
+    if isinstance(symbol, Attributes):
+        yield from _missing(symbol, sources)
+    elif problem := _mismatch(symbol, sources):
+        yield problem
 
 
 def _missing(symbol: Attributes, sources: Sources) -> Iterator[str]:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from fused_fallback.integration import check, plugin, symbols
 from fused_fallback.integration.adapters import versions
 from fused_fallback.integration.adapters.versions import adapter_for
-from fused_fallback.integration.symbols import Attributes, Call, Hook, Sources, problems
+from fused_fallback.integration.symbols import Attributes, Call, Hook, problems
 from sglang_server import PAIR
 from test_real_server import FALLBACK, FLAG, SERVE, START_TIMEOUT_S, command
 
@@ -265,7 +264,7 @@ def test_a_change_is_named(
     named: str,
 ) -> None:
     change(copy, file, old, new)
-    monkeypatch.setattr(symbols, "installed", lambda: Sources(copy))
+    monkeypatch.setattr(check, "installed", lambda: copy)
     assert check.main(["check"]) == 1
     output = capsys.readouterr().out.splitlines()
     red = [text for text in output if text.startswith("FAIL")]
@@ -274,7 +273,7 @@ def test_a_change_is_named(
 
 
 def test_an_unchanged_copy_passes(monkeypatch: pytest.MonkeyPatch, copy: Path) -> None:
-    monkeypatch.setattr(symbols, "installed", lambda: Sources(copy))
+    monkeypatch.setattr(check, "installed", lambda: copy)
     assert check.main(["check"]) == 0
 
 
@@ -333,13 +332,13 @@ class Pool(Pool):
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Iterator[Sources]:
+def package(tmp_path: Path) -> Path:
     (tmp_path / "p" / "sub").mkdir(parents=True)
     (tmp_path / "p" / "__init__.py").touch()
     (tmp_path / "p" / "base.py").write_text(BASE)
     (tmp_path / "p" / "sub" / "__init__.py").write_text("from .derived import *")
     (tmp_path / "p" / "sub" / "derived.py").write_text(DERIVED)
-    return Sources(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -353,8 +352,8 @@ def package(tmp_path: Path) -> Iterator[Sources]:
         Call("p.sub.Pool.plain", "first second"),
     ],
 )
-def test_a_symbol_that_fits(package: Sources, symbol: symbols.Symbol) -> None:
-    assert list(problems([symbol], package)) == []
+def test_a_symbol_that_fits(package: Path, symbol: symbols.Symbol) -> None:
+    assert problems([symbol], package) == []
 
 
 @pytest.mark.parametrize(
@@ -382,5 +381,5 @@ def test_a_symbol_that_fits(package: Sources, symbol: symbols.Symbol) -> None:
         ),
     ],
 )
-def test_a_symbol_that_does_not_fit(package: Sources, symbol: symbols.Symbol, problem: str) -> None:
-    assert list(problems([symbol], package)) == [problem]
+def test_a_symbol_that_does_not_fit(package: Path, symbol: symbols.Symbol, problem: str) -> None:
+    assert problems([symbol], package) == [(symbol, problem)]
