@@ -98,12 +98,6 @@ class Demo:
                 fused = await self._drive("fused", self._speculation(), session, scratch)
         return self._report(plain, fused)
 
-    def _comparable(self) -> list[str]:
-        """What makes the logits of a decode and a verify step equal up to fp32 rounding."""
-        if self.environment.device == "cpu":
-            return []  # server_arguments() has it
-        return ["--dtype", "float32", "--attention-backend", "triton"]
-
     def _speculation(self) -> list[str]:
         return [
             *("--speculative-algorithm", "EAGLE3"),
@@ -125,7 +119,7 @@ class Demo:
         command = [str(sglang), "serve", "--model-path", str(PAIR / "target")]
         what = "with the fused fallback" if flags else "without speculation"
         async with Server(
-            [*command, *self.environment.server_arguments(), *self._comparable(), *flags],
+            [*command, *self.environment.server_arguments(), *flags],
             # SGLang leaves its sockets behind in the folder for temporary files.
             env={**self.environment.env(), "TMPDIR": scratch},
             log=self.options.out / f"server-{name}.log",
