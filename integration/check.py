@@ -198,8 +198,10 @@ def _device(setting: Any) -> Line:
     if device == "cpu":
         return Line("device", OK, f"cpu, --dtype {dtype}, the draft step in plain torch")
     if not torch.cuda.is_available():
-        text = f"--device cuda, but torch {torch.__version__} finds no GPU: nvidia-smi, then torch"
-        return Line("device", FAIL, text)
+        text = (
+            f"torch {torch.__version__} finds no GPU for --device cuda: does nvidia-smi list one, "
+        )
+        return Line("device", FAIL, text + "and is this a torch built for its driver's CUDA?")
     if dtype in ("float", "float32"):
         text = f"--dtype {dtype} has no fused draft step on a GPU: use bfloat16 or float16"
         return Line("device", FAIL, text)

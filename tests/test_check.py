@@ -180,6 +180,13 @@ def test_a_release_that_is_not_in_the_table(
     assert list(lines) == ["SGLang", "packages", "CUDA"]
 
 
+def test_no_sglang(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: version("no-such-distribution"))
+    code, lines = run(capsys, *serve(*FALLBACK))
+    assert code == 1
+    assert "it is not installed: pip install sglang==0.5." in lines["SGLang"]["text"]
+
+
 def test_a_plugin_that_sglang_leaves_out(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "other, another")
     code, lines = run(capsys)
