@@ -23,6 +23,7 @@ HEADINGS = (
 )
 BLUE, ORANGE, GREEN, GREY, SHADE = "#1f5fa8", "#d9822b", "#3a8f4d", "#666666", "#f3e3cf"
 WINDOW_SECONDS = 1.0  # of the rates in the picture and in the status line
+LABEL_SHARE = 0.1  # of the picture's width that a period must have to be labelled
 
 
 # ------------------------------------------------------------------------------------------ answers
@@ -246,6 +247,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
         if begin["off"]:
             for axes in (throughput, load, accept):
                 axes.axvspan(begin["seconds"], end["seconds"], color=SHADE, lw=0, zorder=0)
+        if end["seconds"] - begin["seconds"] < LABEL_SHARE * seconds[-1]:
+            continue
+        if begin["off"]:
             load.text(middle, 0.6, "speculation off", **label)
             accept.text(middle, 1.2, "nothing drafted", **label)
         elif (count := end["verifications"] - begin["verifications"]) > 0:
