@@ -23,7 +23,7 @@ import torch
 
 from ..bindings.ops import HEAD_DIMS
 from . import plugin, refusals
-from .adapters.eagle_worker_v2 import EagleWorkerV2
+from .adapters.adapter import Adapter
 from .adapters.versions import ADAPTERS, adapter_for
 from .flags import FLAG, FallbackArguments, arguments_of
 from .symbols import Hook, installed, problems
@@ -69,7 +69,7 @@ def refusal(lines: Sequence[Line]) -> str | None:
 def installation() -> Iterator[Line]:
     """SGLang's version, the plugin's entry point, and every symbol that the plugin uses."""
     try:
-        adapter = adapter_for()
+        adapter_for()
     except PackageNotFoundError:
         known = max(ADAPTERS)
         yield Line("SGLang", FAIL, f"it is not installed: pip install sglang=={known}")
@@ -78,9 +78,12 @@ def installation() -> Iterator[Line]:
         yield Line("SGLang", FAIL, str(error))
         return
     release = version("sglang")
-    yield Line("SGLang", OK, f"{release}, adapter {adapter.__name__}")
+    adapters = ADAPTERS[release].values()
+    names = " or ".join(adapter.__name__ for adapter in adapters)
+    yield Line("SGLang", OK, f"{release}, adapter {names}")
     yield _entry_point()
-    symbols = (*plugin.SYMBOLS, *adapter.symbols())
+    used = (symbol for adapter in adapters for symbol in adapter.symbols())
+    symbols = tuple(dict.fromkeys((*plugin.SYMBOLS, *used)))
     found = problems(symbols, installed())
     for check, hooked in (("hooks", True), ("symbols", False)):
         texts = [text for symbol, text in found if isinstance(symbol, Hook) == hooked]
@@ -131,7 +134,7 @@ def _version(package: str) -> str:
 
 
 def server(
-    adapter: type[EagleWorkerV2], server_args: ServerArgs, arguments: FallbackArguments
+    adapter: type[Adapter], server_args: ServerArgs, arguments: FallbackArguments
 ) -> Iterator[Line]:
     """What these server arguments lead to.
 
@@ -154,7 +157,7 @@ def server(
     yield _threshold(setting, arguments)
 
 
-def _worker(adapter: type[EagleWorkerV2], server_args: ServerArgs, setting: Any) -> Line:
+def _worker(adapter: type[Adapter], server_args: ServerArgs, setting: Any) -> Line:
     overlap = "off" if setting("disable_overlap_schedule") else "on"
     why = f"--speculative-algorithm EAGLE3 with overlap scheduling {overlap}"
     try:
@@ -170,7 +173,7 @@ def _worker(adapter: type[EagleWorkerV2], server_args: ServerArgs, setting: Any)
     return Line("worker", OK, f"{selected}, by {why}")
 
 
-def _draft(adapter: type[EagleWorkerV2], server_args: ServerArgs, setting: Any) -> Line:
+def _draft(adapter: type[Adapter], server_args: ServerArgs, setting: Any) -> Line:
     try:
         config = adapter.draft_config(server_args)
     except Exception as error:  # of transformers, huggingface_hub or the file system
@@ -292,7 +295,6 @@ def _lines(argv: list[str]) -> Iterator[Line]:
     yield from host()
     if not argv or not known:
         return
-    adapter = adapter_for()
     if not argv[0].startswith("-"):
         argv = ["--model-path", *argv]
     try:
@@ -308,7 +310,7 @@ def _lines(argv: list[str]) -> Iterator[Line]:
         text = f"{FLAG} is not given: without it the plugin does nothing; checked as if it were"
         yield Line("flag", WARN, text)
     with _quiet():
-        lines = list(server(adapter, record, arguments_of(record)))
+        lines = list(server(adapter_for(server_args=record), record, arguments_of(record)))
     yield from lines
 
 

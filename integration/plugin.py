@@ -16,16 +16,8 @@ from importlib.metadata import version
 from typing import Any
 
 from . import flags, refusals
-from .adapters.eagle_worker_v2 import MODULE as EAGLE_WORKER_V2
-from .adapters.eagle_worker_v2 import EagleWorkerV2
+from .adapters.adapter import Adapter
 from .adapters.versions import adapter_for
-from .metrics import (
-    PROCESSOR,
-    REPORTER,
-    leave_out_of_request,
-    leave_out_of_server,
-    report_without_division_by_zero,
-)
 from .symbols import Attributes, Call, Hook, Symbol
 
 logger = logging.getLogger(__name__)
@@ -80,8 +72,11 @@ def register_flags() -> None:
     )
 
 
-def register_worker() -> None:
+def register_worker(adapter: type[Adapter]) -> None:
     """Register and apply the hooks of the scheduler process.
+
+    Args:
+        adapter: of the worker that will run.
 
     Raises:
         FusedFallbackError: SGLang could not apply one; the text names it.
@@ -89,11 +84,9 @@ def register_worker() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks = {
-        f"{EAGLE_WORKER_V2}.EAGLEWorkerV2.forward_batch_generation": ("around", _forward),
-        f"{EAGLE_WORKER_V2}.EagleDraftWorker._draft_extend_for_prefill": ("around", _prefill),
-        f"{PROCESSOR}._resolve_spec_v2_tokens": ("around", leave_out_of_request),
-        f"{REPORTER}.update_spec_metrics": ("around", leave_out_of_server),
-        f"{REPORTER}.report_decode_stats": ("around", report_without_division_by_zero),
+        adapter.forward_target: ("around", _forward),
+        adapter.prefill_target: ("around", _prefill),
+        **{target: ("around", hook) for target, hook in adapter.metrics_hooks.items()},
     }
     _register(hooks)
     HookRegistry.apply_hooks()
@@ -157,7 +150,7 @@ def _check(
     reason = check.refusal(lines)
     if reason is None:
         try:
-            adapter = adapter_for()
+            adapter = adapter_for(server_args=server_args)
             if hasattr(server_args, "resolve_once"):
                 server_args.resolve_once()
             lines += check.server(adapter, server_args, arguments)
@@ -200,17 +193,22 @@ def _init_scheduler(init: Callable[..., None], scheduler: Any, *args: Any, **kwa
     from sglang.srt.utils import log_info_on_rank0
 
     _check(server_args, arguments)
-    register_worker()
+    adapter_class = adapter_for(server_args=server_args)
+    register_worker(adapter_class)
     init(scheduler, *args, **kwargs)
     worker = scheduler.draft_worker
-    adapter = adapter_for()(worker, arguments)
-    setattr(worker, ATTRIBUTE, adapter)
-    setattr(worker.draft_worker, ATTRIBUTE, adapter)
-    setattr(scheduler, ATTRIBUTE, adapter)
+    if type(worker).__name__ != adapter_class.worker_class:
+        raise FusedFallbackError(
+            f"fused fallback: off: SGLang started {type(worker).__name__} where "
+            f"{adapter_class.worker_class} was expected: no adapter is known for it"
+        )
+    adapter = adapter_class(worker, arguments)
+    for holder in (*adapter.hooked, scheduler):
+        setattr(holder, ATTRIBUTE, adapter)
     log_info_on_rank0(logger, f"fused fallback: {describe(adapter)}")
 
 
-def describe(adapter: EagleWorkerV2) -> str:
+def describe(adapter: Adapter) -> str:
     """The log line of a scheduler that runs the fused fallback."""
     arguments = adapter.fallback.policy.arguments
     kept = adapter.fallback.kept_hidden_states

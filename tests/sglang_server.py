@@ -17,6 +17,8 @@ from fused_fallback.integration.flags import FallbackArguments, server_args
 
 PAIR = Path(__file__).parents[1] / "integration" / "demo" / "pair"
 SGLANG = version("sglang")
+TRITON_RELEASE = SGLANG == "0.5.12.post1"
+"""Runs on its Triton backend here, and has a worker for overlap and one without (spec v1)."""
 
 SPECULATIVE = {
     "speculative_algorithm": "EAGLE3",
@@ -126,10 +128,11 @@ class Server:
         }
         if script is not None:
             arguments["speculative_fused_fallback"] = True
-        with _overlap_on_a_cpu() if overlap else nullcontext():
+        with _overlap_on_a_cpu() if overlap and not TRITON_RELEASE else nullcontext():
             self.scheduler = _build_scheduler(arguments)
         assert self.scheduler.enable_overlap == overlap
-        if not hasattr(self.scheduler, "schedule_stream"):  # 0.5.17 makes it as its loop begins
+        self.scheduler.result_queue = self.results
+        if not hasattr(self.scheduler, "schedule_stream"):  # made as the event loop begins
             self.scheduler.schedule_stream = self.scheduler.device_module.Stream()
         worker = self.scheduler.draft_worker
         if not speculative:
@@ -169,7 +172,7 @@ class Server:
         values = {
             "rid": rid,
             "input_text": "",
-            "input_ids": array("q", input_ids),
+            "input_ids": list(input_ids) if TRITON_RELEASE else array("q", input_ids),
             "input_embeds": None,
             "mm_inputs": None,
             "token_type_ids": None,
@@ -202,13 +205,8 @@ class Server:
         scheduler = self.scheduler
         for _ in range(count):
             last = scheduler.last_batch
-            plan = scheduler.get_next_batch_to_run(
-                running_batch=scheduler.running_batch, last_batch=last
-            )
-            scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
-            wait = not self.overlap or scheduler.is_disable_overlap_for_batch(
-                batch, last_batch=last
-            )
+            batch, apart = self._next_batch(last)
+            wait = apart or not self.overlap
             if self.overlap and wait:
                 self._process_result()
             if batch:
@@ -216,7 +214,21 @@ class Server:
                 self.results.append((batch.copy() if self.overlap else batch, result))
             if (last and not wait) or (batch and not self.overlap):
                 self._process_result()
+            if batch and self.overlap and TRITON_RELEASE:
+                scheduler.launch_batch_sample_if_needed(result)
             scheduler.last_batch = batch
+
+    def _next_batch(self, last: Any) -> tuple[Any, bool]:
+        """The batch to run, and whether the last one's results must be processed before."""
+        scheduler = self.scheduler
+        if TRITON_RELEASE:
+            batch = scheduler.cur_batch = scheduler.get_next_batch_to_run()
+            return batch, scheduler.is_disable_overlap_for_batch(batch)
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=last
+        )
+        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+        return batch, scheduler.is_disable_overlap_for_batch(batch, last_batch=last)
 
     def _process_result(self) -> None:
         self.scheduler.process_batch_result(*self.results.popleft())
@@ -255,15 +267,15 @@ class Server:
         assert len(pool.free_slots) == pool.size, "rows of the request pool leaked"
 
     def _draft_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
-        return pool.get_key_buffer(0), pool.get_value_buffer(0)
+        worker = _drafter(self.scheduler.draft_worker)
+        runner = worker.model_runner if spec_v1(worker) else worker.draft_runner
+        return runner.token_to_kv_pool.get_key_buffer(0), runner.token_to_kv_pool.get_value_buffer(
+            0
+        )
 
     def _record(self, worker: Any) -> None:
-        recording, draft, forward = (
-            self.recording,
-            worker.draft_worker.draft,
-            worker.forward_batch_generation,
-        )
+        recording, drafter = self.recording, _drafter(worker)
+        draft, forward = drafter.draft, worker.forward_batch_generation
 
         def recorded_draft(batch: Any, *args: Any, **kwargs: Any) -> Any:
             keys = [(r.rid, n) for r, n in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)]
@@ -273,26 +285,50 @@ class Server:
             return verify_input
 
         def recorded_forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            keys = [(r.rid, n) for r, n in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)]
+            requests = list(batch.reqs)
+            keys = [(r.rid, n) for r, n in zip(requests, batch.seq_lens.tolist(), strict=True)]
+            rows = batch.req_pool_indices.tolist()
             decodes = batch.forward_mode.is_decode()
             result = forward(batch, *args, **kwargs)
             if decodes and result.speculative_num_draft_tokens == 1:
                 recording.off_steps.extend(keys)
             elif decodes:
-                recording.accept_lens.update(zip(keys, result.accept_lens.tolist(), strict=True))
-            self._record_draft_kv(batch, result.new_seq_lens.tolist())
+                recording.accept_lens.update(zip(keys, _accept_lens(result), strict=True))
+            lengths = _new_seq_lens(batch, result)
+            for request, row, length in zip(requests, rows, lengths, strict=True):
+                # spec v1 knows of a finish at once, and then writes no more draft KV
+                if not (spec_v1(worker) and request.finished()):
+                    self._record_draft_kv(request.rid, row, length)
             return result
 
-        worker.draft_worker.draft = recorded_draft
+        drafter.draft = recorded_draft
         worker.forward_batch_generation = recorded_forward
 
-    def _record_draft_kv(self, batch: Any, lengths: list[int]) -> None:
-        req_to_token = self.scheduler.req_to_token_pool.req_to_token
-        rows = batch.req_pool_indices_cpu.tolist()
-        for request, row, length in zip(batch.reqs, rows, lengths, strict=True):
-            slots = req_to_token[row, :length].long()
-            kv = [buffer[slots] for buffer in self._draft_buffers()]
-            self.recording.draft_kv[request.rid] = torch.stack(kv)
+    def _record_draft_kv(self, rid: str, row: int, length: int) -> None:
+        slots = self.scheduler.req_to_token_pool.req_to_token[row, :length].long()
+        self.recording.draft_kv[rid] = torch.stack([b[slots] for b in self._draft_buffers()])
+
+
+def spec_v1(worker: Any) -> bool:
+    """Whether a worker is `EAGLEWorker`, which is itself the draft's worker."""
+    return not hasattr(worker, "draft_runner") and not hasattr(worker, "draft_worker")
+
+
+def _drafter(worker: Any) -> Any:
+    return worker if spec_v1(worker) else worker.draft_worker
+
+
+def _accept_lens(result: Any) -> list[int]:
+    if result.accept_lens is None:  # spec v1
+        return [count + 1 for count in result.num_correct_drafts_per_req_cpu]
+    return result.accept_lens.tolist()
+
+
+def _new_seq_lens(batch: Any, result: Any) -> list[int]:
+    if result.next_draft_input is None:  # spec v1 advances the batch itself
+        return batch.seq_lens.tolist()
+    relayed = result.next_draft_input if TRITON_RELEASE else result
+    return relayed.new_seq_lens.tolist()
 
 
 @contextmanager
@@ -317,6 +353,8 @@ def _leave_cold(fallback: Any) -> None:
 
 
 def cpu_backends() -> dict[str, str]:
+    if TRITON_RELEASE:
+        return {"attention_backend": "triton"}
     # Alone, attention_backend="intel_amx" falls back to torch_native, which EAGLE refuses.
     if SGLANG == "0.5.17":
         return {"attention_backend": "intel_amx"}
@@ -328,8 +366,13 @@ def _build_scheduler(arguments: dict[str, Any]) -> Any:
     import sglang.srt.managers.scheduler as module
     from sglang.srt.server_args import PortArgs
 
-    if SGLANG == "0.5.17":
-        module.publish(record, role="scheduler")
+    if SGLANG in ("0.5.12.post1", "0.5.17"):
+        if TRITON_RELEASE:
+            from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+            set_global_server_args_for_scheduler(record)
+        else:
+            module.publish(record, role="scheduler")
         ranks = {"gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0}
         ranks |= {"attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
         return module.Scheduler(record, PortArgs.init_new(record), **ranks)

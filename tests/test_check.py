@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from fused_fallback.integration import check, plugin, symbols
 from fused_fallback.integration.adapters import versions
-from fused_fallback.integration.adapters.versions import adapter_for
+from fused_fallback.integration.adapters.versions import ADAPTERS, adapter_for
 from fused_fallback.integration.symbols import Attributes, Call, Hook, problems
-from sglang_server import PAIR
+from sglang_server import PAIR, TRITON_RELEASE
 from test_real_server import FALLBACK, FLAG, SERVE, START_TIMEOUT_S, command
 
 CHECKS_OF_THE_INSTALLATION = ["SGLang", "plugin", "hooks", "symbols", "packages", "CUDA"]
@@ -25,6 +25,9 @@ CHECKS = [
     *CHECKS_OF_THE_INSTALLATION,
     *("settings", "worker", "draft", "device", "attention", "graphs", "threshold"),
 ]
+METRICS = "srt/managers/scheduler_components/metrics_reporter.py"
+if TRITON_RELEASE:
+    METRICS = "srt/observability/scheduler_metrics_mixin.py"
 EAGLE_WORKER = "srt/speculative/eagle_worker_v2.py"
 Capture = pytest.CaptureFixture[str]
 
@@ -238,25 +241,24 @@ def change(copy: Path, file: str, old: str, new: str | None) -> None:
         ),
         (
             EAGLE_WORKER,
-            "grammar_barrier=None",
-            "barrier=None",
+            "target_hidden_states: torch.Tensor",
+            "hidden_states: torch.Tensor",
             "hooks",
-            "forward_batch_generation takes (self, batch: ScheduleBatch, on_publish=None, "
-            "barrier=None",
+            "EagleDraftWorker._draft_extend_for_prefill takes (self, batch: ",
         ),
         (
             "srt/managers/schedule_batch.py",
             "has_grammar",
             "with_grammar",
             "symbols",
-            "ScheduleBatch has no has_grammar",
+            "Batch has no has_grammar",
         ),
         (
-            "srt/managers/scheduler_components/metrics_reporter.py",
+            METRICS,
             "",
             None,
             "hooks",
-            "SchedulerMetricsReporter.update_spec_metrics does not exist",
+            ".update_spec_metrics does not exist",
         ),
     ],
 )
@@ -305,13 +307,15 @@ def test_every_hook_is_declared() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     plugin.register()
-    plugin.register_worker()
+    for adapter in ADAPTERS[version("sglang")].values():
+        plugin.register_worker(adapter)
     registered = {
         target
         for target, hooks in HookRegistry._hooks.items()
         if any(source and source.plugin_name == "fused_fallback" for _, _, source in hooks)
     }
-    declared = (*plugin.SYMBOLS, *adapter_for().symbols())
+    adapters = ADAPTERS[version("sglang")].values()
+    declared = (*plugin.SYMBOLS, *(s for adapter in adapters for s in adapter.symbols()))
     assert registered == {symbol.target for symbol in declared if isinstance(symbol, Hook)}
 
 

@@ -96,7 +96,7 @@ def test_a_folder_of_someone_else_is_left_alone(
 
 
 def test_unknown_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"0\.5\.23, 0\.5\.17, got '0\.5\.99'"):
+    with pytest.raises(ValueError, match=r"0\.5\.17, 0\.5\.12\.post1, got '0\.5\.99'"):
         create("0.5.99", tmp_path)
     with pytest.raises(ValueError, match="got 'tpu'"):
         create("0.5.23", tmp_path, device="tpu")
@@ -172,13 +172,15 @@ def test_gpu_variables_and_options_are_sglangs_own(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("version", environments.VERSIONS)
-def test_cpu_server_arguments(version: str) -> None:
+def test_cpu_server_arguments(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     environment = Environment(version, "cpu", Path("/venv/bin/python"))
     arguments = environment.server_arguments(max_total_tokens=4096)
     pairs = dict(zip(arguments, [*arguments[1:], ""], strict=True))
     assert pairs["--device"] == "cpu"
-    assert pairs["--prefill-attention-backend"] == "intel_amx"
-    assert pairs["--decode-attention-backend"] == "intel_amx"
+    backend = "triton" if version == "0.5.12.post1" else "intel_amx"
+    assert pairs["--prefill-attention-backend"] == pairs["--decode-attention-backend"] == backend
+    assert ("TRITON_INTERPRET" in environment.env()) == (backend == "triton")
     assert pairs["--dtype"] == "float32"
     assert pairs["--max-total-tokens"] == "4096"
     assert pairs["--disable-overlap-schedule"].startswith("--"), "a flag without a value"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import pickle
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from fused_fallback.integration import plugin, refusals
 from fused_fallback.integration.adapters.versions import ADAPTERS, adapter_for
 from fused_fallback.integration.flags import FallbackArguments, arguments_of, server_args
-from sglang_server import PAIR, SPECULATIVE, Server
+from sglang_server import PAIR, SPECULATIVE, TRITON_RELEASE, Server
 
 FLAG = "--speculative-fused-fallback"
 
@@ -192,7 +193,7 @@ def test_a_real_record_is_refused_before_weights_load(monkeypatch: pytest.Monkey
 def test_an_unknown_release_is_refused() -> None:
     with pytest.raises(ValueError, match=r"SGLang 0\.5\.99 is not known"):
         adapter_for("0.5.99")
-    assert adapter_for() in ADAPTERS.values()
+    assert adapter_for() in ADAPTERS[version("sglang")].values()
 
 
 def test_a_threshold_above_the_cap_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +210,8 @@ def test_the_scheduler_says_that_it_is_on(caplog: pytest.LogCaptureFixture) -> N
         info = server.scheduler.get_init_info()["_fused_fallback"]
     lines = [r.getMessage() for r in caplog.records if "fused fallback: on" in r.getMessage()]
     assert lines == [f"fused fallback: {info}"]
-    assert "worker EAGLEWorkerV2, SGLang 0.5." in info
+    worker = "EAGLEWorker" if TRITON_RELEASE else "EAGLEWorkerV2"
+    assert f"worker {worker}, SGLang 0.5." in info
 
 
 def test_a_hook_that_did_not_land_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +219,10 @@ def test_a_hook_that_did_not_land_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
-    monkeypatch.setattr(plugin, "PROCESSOR", "sglang.srt.managers.scheduler.NoSuchClass")
-    with pytest.raises(plugin.FusedFallbackError, match=r"NoSuchClass\._resolve_spec_v2_tokens"):
-        plugin.register_worker()
+    target = "sglang.srt.managers.scheduler.NoSuchClass.step"
+    monkeypatch.setattr(adapter_for(), "forward_target", target)
+    with pytest.raises(plugin.FusedFallbackError, match=r"NoSuchClass\.step"):
+        plugin.register_worker(adapter_for())
 
 
 def test_a_scheduler_without_the_plugin_is_noticed() -> None:

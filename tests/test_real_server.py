@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_server import PAIR, SPECULATIVE, Server, cpu_backends
+from sglang_server import PAIR, SPECULATIVE, TRITON_RELEASE, Server, cpu_backends
 from test_server import PROMPTS, encode
 
 FLAG = "--speculative-fused-fallback"
@@ -133,11 +133,14 @@ def lines_about_it(log: Path) -> list[str]:
     return re.findall(r"fused fallback: (?:on|off).*", log.read_text())
 
 
-def test_sglang_serve(tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    with running(tmp_path / "log", SERVE, *FALLBACK) as (address, log):
+@pytest.mark.parametrize("worker", ["EAGLEWorkerV2", *["EAGLEWorker"] * TRITON_RELEASE])
+def test_sglang_serve(tmp_path: Path, expected: dict[str, list[int]], worker: str) -> None:
+    overlap = () if worker == "EAGLEWorkerV2" else ("--disable-overlap-schedule",)
+    with running(tmp_path / "log", SERVE, *FALLBACK, *overlap) as (address, log):
         state = check_answers_and_flips(address, expected)
     assert state["flips"] >= 2
     (line,) = lines_about_it(log)
+    assert f"worker {worker}," in line
     assert "off from 3 running requests, on again at 1, at least 2 steps each" in line
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_server import PAIR, SGLANG, Recording, Server
+from sglang_server import PAIR, SGLANG, SPECULATIVE, TRITON_RELEASE, Recording, Server
 
 Script = Callable[[int], bool]
 
@@ -84,6 +84,9 @@ def radix_reuse(server: Server) -> None:
     server.submit("a", prompt, 40)
     server.drain()
     output = list(server.requests[0].output_ids_through_stop)
+    if TRITON_RELEASE and not server.overlap:
+        # its spec v1 leaves the draft KV of a request's last step unwritten, if that speculates
+        output = output[: -SPECULATIVE["speculative_num_draft_tokens"]]
     server.submit("branch", prompt + output[:30] + encode("\nreturn"), 40)
     server.submit("longer", prompt + output, 30)
     server.drain()
@@ -140,11 +143,13 @@ CASES = {
     "topk 2": Case(four, TOPK_2),
     "topk 2, radix reuse": Case(radix_reuse, TOPK_2),
 }
-if SGLANG != "0.5.17":  # 0.5.17 switches mixed chunks off for speculation
+if SGLANG not in ("0.5.12.post1", "0.5.17"):  # these switch mixed chunks off for speculation
     CASES["mixed chunks"] = Case(chunked_prefill, CHUNKED | {"enable_mixed_chunk": True})
 
 
-OVERLAPPED = ("four", "join and finish", "radix reuse", "abort", "retraction", "topk 2")
+OVERLAPPED = ["four", "join and finish", "radix reuse", "abort", "retraction", "topk 2"]
+if TRITON_RELEASE:  # overlap means another worker, which takes topk 1 only
+    OVERLAPPED[-1:] = ["one", "chunked prefill", "page size 16", "page size 16, radix reuse"]
 CASES |= {
     f"overlap, {name}": replace(CASES[name], options=CASES[name].options | {"overlap": True})
     for name in OVERLAPPED
@@ -233,6 +238,7 @@ def test_cold_loses_acceptance() -> None:
 # ---- what a request can ask for, across flips
 
 ACROSS_FLIPS = SCRIPTS["every other step"]
+each_worker = pytest.mark.parametrize("overlap", [False, True] if TRITON_RELEASE else [False])
 
 
 def logprobs(**options: Any) -> list[Any]:
@@ -241,7 +247,7 @@ def logprobs(**options: Any) -> list[Any]:
         request = server.submit("a", encode(PROMPTS["a"]), 40, **ask)
         server.submit("b", encode(PROMPTS["b"]), 40, **ask)
         server.drain()
-        record = request.logprob
+        record = getattr(request, "logprob", request)
         return [
             record.output_token_logprobs_idx[:40],
             record.output_token_logprobs_val[:40],
@@ -250,8 +256,10 @@ def logprobs(**options: Any) -> list[Any]:
         ]
 
 
-def test_logprobs() -> None:
-    plain, off = logprobs(speculative=False), logprobs(script=ACROSS_FLIPS)
+@each_worker
+def test_logprobs(overlap: bool) -> None:
+    plain = logprobs(speculative=False, overlap=overlap)
+    off = logprobs(script=ACROSS_FLIPS, overlap=overlap)
     for index, values in ((0, 1), (2, 3)):
         assert off[index] == plain[index]
         torch.testing.assert_close(
@@ -266,6 +274,7 @@ def hidden_states(**options: Any) -> torch.Tensor:
         return torch.tensor(request.hidden_states[1:30])
 
 
+@pytest.mark.skipif(TRITON_RELEASE, reason="it returns one hidden state a step, not a token")
 def test_return_hidden_states() -> None:
     torch.testing.assert_close(
         hidden_states(script=ACROSS_FLIPS), hidden_states(), atol=1e-4, rtol=1e-4
@@ -285,11 +294,12 @@ def constrained(**options: Any) -> str:
 
 
 @pytest.mark.skipif(SGLANG == "0.5.17", reason="its grammar path pins memory, which needs a GPU")
-def test_grammar() -> None:
-    plain = constrained(speculative=False)
-    assert constrained() == plain
-    assert constrained(script=ACROSS_FLIPS) == plain
-    assert constrained(script=SCRIPTS["always"]) == plain
+@each_worker
+def test_grammar(overlap: bool) -> None:
+    plain = constrained(speculative=False, overlap=overlap)
+    assert constrained(overlap=overlap) == plain
+    assert constrained(script=ACROSS_FLIPS, overlap=overlap) == plain
+    assert constrained(script=SCRIPTS["always"], overlap=overlap) == plain
 
 
 def stopped(**options: Any) -> tuple[list[int], Any]:
@@ -316,11 +326,12 @@ def penalized(**options: Any) -> dict[str, list[int]]:
         return server.drain().tokens
 
 
-def test_penalties_while_off() -> None:
-    """SGLang's verify counts one token of a step only, so a run that flips is compared to no one."""
-    plain = penalized(speculative=False)
+@each_worker
+def test_penalties_while_off(overlap: bool) -> None:
+    """Always off: verify counts one token a step only, so flips change penalized answers."""
+    plain = penalized(speculative=False, overlap=overlap)
     assert plain["a"] != without_speculation("four").tokens["a"][:40]
-    assert penalized(script=SCRIPTS["always"]) == plain
+    assert penalized(script=SCRIPTS["always"], overlap=overlap) == plain
 
 
 def test_sampled_requests_finish_across_flips() -> None:
@@ -332,19 +343,21 @@ def test_sampled_requests_finish_across_flips() -> None:
     assert {len(tokens) for tokens in recording.tokens.values()} == {30}
 
 
-def test_metrics_speak_of_speculation_alone() -> None:
-    with Server(script=SCRIPTS["every other step"]) as server:
+@each_worker
+def test_metrics_speak_of_speculation_alone(overlap: bool) -> None:
+    with Server(script=SCRIPTS["every other step"], overlap=overlap) as server:
         request = server.submit("a", encode(PROMPTS["a"]), 60)
         recording = server.drain()
-        reporter = server.scheduler.metrics_reporter
+        reporter = getattr(server.scheduler, "metrics_reporter", server.scheduler)
         counted = reporter.spec_total_num_forward_ct + reporter.spec_num_forward_ct
     assert request.spec_verify_ct == len(recording.accept_lens) == counted
     assert sum(request.spec_correct_drafts_histogram) == len(recording.accept_lens)
     assert recording.off_steps
 
 
-def test_log_interval_without_a_speculative_step() -> None:
-    with Server(script=SCRIPTS["always"], decode_log_interval=4) as server:
+@each_worker
+def test_log_interval_without_a_speculative_step(overlap: bool) -> None:
+    with Server(script=SCRIPTS["always"], decode_log_interval=4, overlap=overlap) as server:
         server.submit("a", encode(PROMPTS["a"]), 40)
         recording = server.drain()
     assert not recording.accept_lens

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import os
 import random
 import subprocess
 import sys
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ STANDIN = Path(__file__).resolve().parents[1] / "integration" / "demo" / "standi
 sys.path.insert(0, str(STANDIN))
 import sgl_kernel  # noqa: E402
 
+TRITON_RELEASE = version("sglang") == "0.5.12.post1"
 SCALES = () if version("sglang").startswith("0.5.17") else (1.0, 1.0)
 ALL = slice(None)
 POOL_ROWS, MAX_CONTEXT, SLOTS = 12, 96, 700
@@ -162,6 +166,88 @@ def test_unsupported_attention_is_refused_by_name(name: str, value: object) -> N
     with pytest.raises(NotImplementedError, match=f"decode_attention_cpu: {name}="):
         sgl_kernel.attention.decode_attention_cpu(
             **{**settings, "seq_lens": pool.seq_lens, name: value}
+        )
+
+
+KERNELS = "sglang.srt.layers.attention.triton_ops"
+against_its_kernels = pytest.mark.skipif(
+    not TRITON_RELEASE or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="compares with the Triton kernels of SGLang 0.5.12.post1, which need TRITON_INTERPRET=1",
+)
+
+
+def _flat(pool: Pool, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """kv_indptr and kv_indices of each request's first positions."""
+    slots = [pool.req_to_token[row, :n] for row, n in zip(pool.rows, lengths, strict=True)]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), torch.cat(slots).long()
+
+
+@against_its_kernels
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_decode_in_place_of_a_triton_kernel(heads: int, kv_heads: int, head_dim: int) -> None:
+    from sgl_kernel import triton_release
+
+    seq_lens = [5, 40, 1, 17]
+    pool = Pool(seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    query, splits = pool.queries(4), 8
+    outputs = torch.full((2, *query.shape), torch.nan)
+    theirs = inspect.unwrap(resolve_name(f"{KERNELS}.decode_attention.decode_attention_fwd"))
+    for attend, output in zip((triton_release.decode, theirs), outputs, strict=True):
+        attend(
+            *(query, pool.keys, pool.values, output, *_flat(pool, seq_lens)),
+            torch.empty(4, heads, splits, head_dim),
+            torch.empty(4, heads, splits),
+            *(torch.full((4,), 2, dtype=torch.int32), splits, pool.scale, 1.0, 1.0),
+            logit_cap=0.0,
+        )
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+
+
+@against_its_kernels
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [7, 1, 20]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_extend_in_place_of_a_triton_kernel(
+    masked: bool, lengths: list[int], heads: int, kv_heads: int, head_dim: int
+) -> None:
+    from sgl_kernel import triton_release
+
+    prefix_lens = [9, 0, 21]
+    pool = Pool(prefix_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    query = pool.queries(sum(lengths))
+    key, value = torch.randn(2, sum(lengths), kv_heads, head_dim, generator=pool.generator)
+    areas = [n * (n + prefix) for n, prefix in zip(lengths, prefix_lens, strict=True)]
+    mask = torch.rand(sum(areas), generator=pool.generator) < 0.7
+    for start, n, prefix in zip(accumulate([0, *areas]), lengths, prefix_lens, strict=False):
+        tree = mask[start : start + n * (n + prefix)].view(n, -1)
+        tree[:, prefix:].fill_diagonal_(True)  # else a row may see nothing
+    outputs = torch.full((2, *query.shape), torch.nan)
+    theirs = inspect.unwrap(resolve_name(f"{KERNELS}.extend_attention.extend_attention_fwd"))
+    for attend, output in zip((triton_release.extend, theirs), outputs, strict=True):
+        attend(
+            *(query, key, value, output, pool.keys, pool.values),
+            torch.tensor([0, *accumulate(lengths)]),
+            *_flat(pool, prefix_lens),
+            mask if masked else None,
+            True,
+            torch.tensor([0, *accumulate(areas)]) if masked else None,
+            *(max(lengths), 1.0, 1.0, pool.scale),
+        )
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("k_scale", 0.5), ("logit_cap", 30.0), ("sliding_window_size", 128)],
+)
+def test_unsupported_triton_attention_is_refused_by_name(name: str, value: object) -> None:
+    from sgl_kernel import triton_release
+
+    pool = Pool([3], heads=4, kv_heads=4, head_dim=16)
+    settings = {"k_scale": 1.0, "v_scale": 1.0, name: value}
+    with pytest.raises(NotImplementedError, match="extend_attention_fwd: "):
+        triton_release.extend(
+            *[pool.keys] * 6, *[pool.rows] * 3, None, True, None, 3, sm_scale=1.0, **settings
         )
 
 
@@ -374,10 +460,29 @@ def test_tree_construction(topk: int, steps: int, nodes: int) -> None:
             assert [int(links[2, i, child]) for child in children] == chain[1:]
 
 
-def test_tree_masks_over_the_whole_prefix_are_refused() -> None:
+def test_a_tree_mask_over_the_whole_prefix() -> None:
+    rng, seq_lens, nodes = random.Random(3), torch.tensor([5, 1, 12]), 6
+    parent_list, selected, _ = zip(*(_expand(2, 3, nodes, rng) for _ in range(3)), strict=True)
+    tree_only = torch.ones(3 * nodes * nodes, dtype=torch.bool)
+    whole = torch.ones(nodes * int((seq_lens + nodes).sum()) + 7, dtype=torch.bool)
+    for mode, mask in ((1, tree_only), (0, whole)):
+        outputs = mask, torch.empty(3 * nodes, dtype=torch.int64), *torch.full((3, 3, nodes), -1)
+        sgl_kernel.build_tree_kernel_efficient_cpu(
+            *(torch.tensor(parent_list), torch.tensor(selected), seq_lens),
+            *(*outputs, 2, 3, nodes, mode),
+        )
+    assert not tree_only.all()
+    for prefix, tree in zip(seq_lens.tolist(), tree_only.view(3, nodes, nodes), strict=True):
+        rows = whole[: nodes * (prefix + nodes)].view(nodes, -1)
+        whole = whole[rows.numel() :]
+        assert rows[:, :prefix].all() and torch.equal(rows[:, prefix:], tree)
+    assert whole.all() and len(whole) == 7
+
+
+def test_other_tree_masks_are_refused() -> None:
     one = torch.ones(1, 1, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="efficient_cpu: tree_mask_mode=0"):
-        sgl_kernel.build_tree_kernel_efficient_cpu(one, one, one[0], *[one] * 5, 1, 1, 2, 0)
+    with pytest.raises(NotImplementedError, match="efficient_cpu: tree_mask_mode=2"):
+        sgl_kernel.build_tree_kernel_efficient_cpu(one, one, one[0], *[one] * 5, 1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(("topk", "steps", "nodes"), TREES)
@@ -451,15 +556,20 @@ def test_sglang_takes_torchvision_native_layers_and_the_repairs() -> None:
         "hooks = {hook.__module__ + '.' + hook.__name__\n"
         "         for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks}\n"
         "print(*sorted(h for h in hooks if h.startswith('sgl_kernel.')))\n"
-        "print(all(target in HookRegistry._patched for target in HookRegistry._hooks),\n"
-        "      'sglang.srt.mem_cache.allocation.get_last_loc' in HookRegistry._patched)\n"
+        "print(all(target in HookRegistry._patched for target in HookRegistry._hooks))\n"
+        "print('sglang.srt.mem_cache.allocation.get_last_loc' in HookRegistry._patched)\n"
     )
     assert done.returncode == 0, done.stderr
-    torchvision, amx, repairs, patched = done.stdout.splitlines()[-4:]
+    torchvision, amx, repairs, patched, last_loc = done.stdout.splitlines()[-5:]
     assert STANDIN not in Path(torchvision).parents
     assert amx == "False False"
-    expected = ["forward_decode", "forward_extend", "keep_intel_amx"]
-    if not version("sglang").startswith("0.5.17"):
-        expected = []
-    assert repairs.split() == [f"sgl_kernel.plugin.{name}" for name in expected]
-    assert patched == "True True"
+    expected = {
+        "0.5.17": ["plugin.forward_decode", "plugin.forward_extend", "plugin.keep_intel_amx"],
+        "0.5.12.post1": [
+            f"triton_release.{name}"
+            for name in ("apply_vocab_mask", "decode", "extend", "prefix_only", "slots", "verify")
+        ],
+    }
+    names = expected.get(version("sglang"), [])
+    assert repairs.split() == [f"sgl_kernel.{name}" for name in names]
+    assert (patched, last_loc) == ("True", str(not TRITON_RELEASE))

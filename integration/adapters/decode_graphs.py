@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from ...bindings.graph import DraftStepGraphRunner
@@ -15,25 +16,57 @@ from ..symbols import Attributes, Call, Symbol
 
 logger = logging.getLogger(__name__)
 
-MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-RUNNER = "sglang.srt.model_executor.runner.DecodeCudaGraphRunner"
-SYMBOLS: tuple[Symbol, ...] = (
-    Attributes(
-        MODEL_RUNNER,
-        "decode_cuda_graph_runner attn_backend spec_algorithm init_new_workspace device gpu_id",
-    ),
-    Call(f"{MODEL_RUNNER}._get_attention_backend", keywords="init_new_workspace"),
-    Attributes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "size"),
-    Call(
-        f"{RUNNER}.__init__",
-        "model_runner",
-        "attn_backend speculative_num_steps speculative_num_draft_tokens",
-    ),
-    Call(f"{RUNNER}.get_spec_info", "num_tokens"),
-    Attributes(RUNNER, "capture_bs capture_hidden_mode"),
-    Attributes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm", "NONE"),
-    Call("sglang.srt.utils.get_available_gpu_memory", "device gpu_id"),
+
+@dataclass(frozen=True)
+class RunnerNames:
+    """What a release calls its graph runner of decode steps.
+
+    Args:
+        attribute: the model runner's attribute that holds it.
+        target: the dotted path of its class.
+        flag: the server flag for its largest batch.
+    """
+
+    attribute: str
+    target: str
+    flag: str
+
+
+DECODE_RUNNER = RunnerNames(
+    attribute="decode_cuda_graph_runner",
+    target="sglang.srt.model_executor.runner.DecodeCudaGraphRunner",
+    flag="--cuda-graph-max-bs-decode",
 )
+CUDA_RUNNER = RunnerNames(  # 0.5.12.post1
+    attribute="graph_runner",
+    target="sglang.srt.model_executor.cuda_graph_runner.CudaGraphRunner",
+    flag="--cuda-graph-max-bs",
+)
+
+
+def _symbols(names: RunnerNames) -> tuple[Symbol, ...]:
+    model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    return (
+        Attributes(
+            model_runner,
+            f"{names.attribute} attn_backend spec_algorithm init_new_workspace device gpu_id",
+        ),
+        Call(f"{model_runner}._get_attention_backend", keywords="init_new_workspace"),
+        Attributes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "size"),
+        Call(
+            f"{names.target}.__init__",
+            "model_runner",
+            "attn_backend speculative_num_steps speculative_num_draft_tokens",
+        ),
+        Call(f"{names.target}.get_spec_info", "num_tokens"),
+        Attributes(names.target, "capture_bs capture_hidden_mode"),
+        Attributes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm", "NONE"),
+        Call("sglang.srt.utils.get_available_gpu_memory", "device gpu_id"),
+    )
+
+
+SYMBOLS = _symbols(DECODE_RUNNER)
+SYMBOLS_OF_0512 = _symbols(CUDA_RUNNER)
 
 
 @dataclass(frozen=True)
@@ -41,31 +74,30 @@ class DecodeGraphs:
     """What an off step replays, and the attention backend whose buffers those graphs hold.
 
     Args:
-        runner: SGLang's `DecodeCudaGraphRunner`, captured for one token a request.
+        runner: SGLang's graph runner, captured for one token a request.
         attn_backend: its own attention backend: a second `init_cuda_graph_state` on the target's
             would move the buffers under the captured verify graphs.
         summary: sizes, memory and time, for the log.
+        attribute: where the model runner holds its graph runner.
     """
 
     runner: Any
     attn_backend: Any
     summary: str
+    attribute: str
 
     @contextlib.contextmanager
     def in_place_of_verify(self, model_runner: Any) -> Iterator[None]:
         """Let the target run its plain decode inside the block."""
         with _swapped(
             model_runner,
-            decode_cuda_graph_runner=self.runner,
             attn_backend=self.attn_backend or model_runner.attn_backend,
+            **{self.attribute: self.runner},
         ):
             yield
 
 
-EAGER = DecodeGraphs(runner=None, attn_backend=None, summary="eager, no CUDA graphs")
-
-
-def capture(model_runner: Any, fallback: FusedFallback) -> DecodeGraphs:
+def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> DecodeGraphs:
     """Capture the plain decode of the target, and the fused draft step into `fallback`.
 
     Sizes are those that SGLang captures for a server without speculation. Where capture fails, off
@@ -74,9 +106,11 @@ def capture(model_runner: Any, fallback: FusedFallback) -> DecodeGraphs:
     Args:
         model_runner: the target's, after SGLang captured its own graphs.
         fallback: gets the graphs of the draft step.
+        names: of this release.
     """
-    if model_runner.decode_cuda_graph_runner is None:
-        return EAGER
+    eager = DecodeGraphs(None, None, "eager, no CUDA graphs", names.attribute)
+    if getattr(model_runner, names.attribute) is None:
+        return eager
     from sglang.srt.utils import get_available_gpu_memory
 
     def free_gb() -> float:
@@ -84,7 +118,7 @@ def capture(model_runner: Any, fallback: FusedFallback) -> DecodeGraphs:
 
     began, free = time.monotonic(), free_gb()
     try:
-        runner, attn_backend = _capture_plain_decode(model_runner)
+        runner, attn_backend = _capture_plain_decode(model_runner, names)
         decode_gb = free - free_gb()
         fallback.graphs = DraftStepGraphRunner(
             layer=fallback.layer,
@@ -96,13 +130,14 @@ def capture(model_runner: Any, fallback: FusedFallback) -> DecodeGraphs:
     except Exception as error:  # out of memory comes as several types, SGLang's own among them
         logger.warning("fused fallback: off mode runs eagerly, its capture failed: %s", error)
         fallback.graphs = None
-        return EAGER
+        return eager
     largest, cap = max(runner.capture_bs), model_runner.req_to_token_pool.size
     if largest < cap:
         logger.warning(
             "fused fallback: off steps of more than %d requests run eagerly: raise "
-            "--cuda-graph-max-bs-decode to --max-running-requests %d",
+            "%s to --max-running-requests %d",
             largest,
+            names.flag,
             cap,
         )
     return DecodeGraphs(
@@ -113,15 +148,15 @@ def capture(model_runner: Any, fallback: FusedFallback) -> DecodeGraphs:
             f"{decode_gb:.2f} GB, draft step {fallback.graphs.memory_bytes / 1e9:.2f} GB, "
             f"{time.monotonic() - began:.1f} s"
         ),
+        attribute=names.attribute,
     )
 
 
-def _capture_plain_decode(model_runner: Any) -> tuple[Any, Any]:
+def _capture_plain_decode(model_runner: Any, names: RunnerNames) -> tuple[Any, Any]:
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-    from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    class PlainDecodeCudaGraphRunner(DecodeCudaGraphRunner):
+    class PlainDecodeGraphRunner(resolve_name(names.target)):
         def get_spec_info(self, num_tokens: int) -> None:
             self.capture_hidden_mode = CaptureHiddenMode.FULL
 
@@ -131,9 +166,9 @@ def _capture_plain_decode(model_runner: Any) -> tuple[Any, Any]:
         model_runner,
         spec_algorithm=SpeculativeAlgorithm.NONE,  # decode mode, one token a request
         attn_backend=attn_backend,
-        decode_cuda_graph_runner=None,
+        **{names.attribute: None},
     ):
-        runner = PlainDecodeCudaGraphRunner(
+        runner = PlainDecodeGraphRunner(
             model_runner,
             attn_backend=attn_backend,
             speculative_num_steps=0,

@@ -31,7 +31,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 STANDIN = HERE / "standin"
 REQUIREMENTS = HERE / "requirements"
-VERSIONS = ("0.5.23", "0.5.17")
+VERSIONS = ("0.5.23", "0.5.17", "0.5.12.post1")
+TRITON_RELEASES = ("0.5.12.post1",)  # EAGLE on a CPU takes their Triton backend, interpreted
 TORCHVISION = "torchvision==0.28.0"  # the release for torch 2.13
 STAMP = ".fused-fallback-environment"
 PROGRESS_INTERVAL_S = 5.0
@@ -74,6 +75,8 @@ class Environment:
             variables["PYTHONPATH"] = _prepend(STANDIN, variables.get("PYTHONPATH"))
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
             variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles C++ for 17 s
+            if self.version in TRITON_RELEASES:
+                variables["TRITON_INTERPRET"] = "1"
         return variables
 
     def server_options(self, *, max_total_tokens: int = 16384) -> dict[str, str | int | bool]:
@@ -84,13 +87,14 @@ class Environment:
         """
         if self.device == "cuda":
             return {}
+        backend = "triton" if self.version in TRITON_RELEASES else "intel_amx"
         return {
             "device": "cpu",
             "dtype": "float32",
             # given one by one: SGLang 0.5.23 turns a common intel_amx into torch_native, which
             # EAGLE refuses, on a processor without AMX
-            "prefill_attention_backend": "intel_amx",
-            "decode_attention_backend": "intel_amx",
+            "prefill_attention_backend": backend,
+            "decode_attention_backend": backend,
             # speculation on a CPU runs without overlap; so does, for comparison, every other server
             "disable_overlap_schedule": True,
             "max_total_tokens": max_total_tokens,

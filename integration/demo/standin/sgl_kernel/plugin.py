@@ -1,7 +1,8 @@
 """SGLang plugin of the stand-in: what SGLang itself still needs on a CPU, besides the operators.
 
-On every version, slot look-ups for KV pages of more than one token go through torch instead of
-Triton. On 0.5.17 so does the page allocator, and two faults in its CPU attention are repaired.
+On 0.5.12.post1 that is an EAGLE path (`triton_release.py`). On later versions slot look-ups for KV
+pages of more than one token go through torch instead of Triton; on 0.5.17 so does the page
+allocator, and two faults in its CPU attention are repaired.
 SGLang finds the plugin through the `.dist-info` folder beside this package, so it is active in
 every SGLang process that has the stand-in on PYTHONPATH (unless SGLANG_PLUGINS leaves it out).
 """
@@ -21,6 +22,11 @@ _FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbac
 
 def register() -> None:
     """Registers the hooks that the installed SGLang needs."""
+    if version("sglang").startswith("0.5.12"):
+        from . import triton_release
+
+        triton_release.register()
+        return
     from sglang.srt.mem_cache import allocation
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -8,7 +8,7 @@ parent, -1 where there is none.
 
 import torch
 
-QLEN_ONLY = 1
+FULL_MASK, QLEN_ONLY = 0, 1
 
 
 def build_draft_decode_metadata_cpu(
@@ -52,12 +52,14 @@ def build_tree_kernel_efficient_cpu(
     `selected_index` [batch, draft_token_num - 1] names drafts by their place among all candidates,
     of which every expanded node has `topk`; `parent_list` gives the places of the expanded nodes,
     the root in column 0. `tree_mask` is flat [batch, draft_token_num, draft_token_num] bool: a node
-    sees itself and its ancestors. A draft whose parent was not selected stays unlinked.
+    sees itself and its ancestors. In FULL_MASK mode a row is preceded by the request's
+    `verified_seq_len` columns, which are left as they are. A draft whose parent was not selected
+    stays unlinked.
     """
-    if tree_mask_mode != QLEN_ONLY:
+    if tree_mask_mode not in (FULL_MASK, QLEN_ONLY):
         raise NotImplementedError(
             f"build_tree_kernel_efficient_cpu: tree_mask_mode={int(tree_mask_mode)} is not in the "
-            f"CPU stand-in, only QLEN_ONLY ({QLEN_ONLY})"
+            f"CPU stand-in, only FULL_MASK ({FULL_MASK}) and QLEN_ONLY ({QLEN_ONLY})"
         )
     batch = verified_seq_len.numel()
     selected = selected_index.view(batch, draft_token_num - 1)
@@ -79,7 +81,11 @@ def build_tree_kernel_efficient_cpu(
     for _ in range(depth + 1):
         visible.scatter_(2, ancestor[:, :, None], True)
         ancestor = parent.gather(1, ancestor).clamp(min=0)
-    tree_mask.view(visible.shape).copy_(visible)
+    prefix_lens = verified_seq_len.tolist() if tree_mask_mode == FULL_MASK else [0] * batch
+    for rows, prefix in zip(visible, prefix_lens, strict=True):
+        columns = prefix + draft_token_num
+        tree_mask[: draft_token_num * columns].view(-1, columns)[:, prefix:] = rows
+        tree_mask = tree_mask[draft_token_num * columns :]
     tree_depth = visible.sum(dim=2) - 1
     positions.copy_((verified_seq_len[:, None] + tree_depth).flatten())
 
