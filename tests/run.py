@@ -2,7 +2,7 @@
 
     python3 tests/run.py [--sglang 0.5.23] [pytest arguments]
 
-The first run installs two environments (about 70 s each on a CPU). Without a GPU, the GPU tests are
+The first run installs three environments (about 70 s each on a CPU). Without a GPU, GPU tests are
 skipped with a reason, Triton kernels run in Triton's interpreter and `integration/demo/standin`
 takes the place of sgl_kernel. Standard library only.
 """

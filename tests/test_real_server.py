@@ -57,7 +57,8 @@ def running(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | env,
+            # 0.5.12.post1 refuses ports to which it cannot add 10000 for this one, which it leaves
+            env=os.environ | {"SGLANG_GRPC_PORT": str(port)} | env,
         )
     address = f"http://127.0.0.1:{port}"
     try:
