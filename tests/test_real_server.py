@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_fallback.integration.demo.servers import free_port
 from sglang_server import PAIR, SPECULATIVE, TRITON_RELEASE, Server, cpu_backends
 from test_server import PROMPTS, encode
 
@@ -48,17 +48,14 @@ def running(
     log: Path, program: tuple[str, ...], *extra: str, **env: str
 ) -> Iterator[tuple[str, Path]]:
     """A server process group that is gone when the block ends; yields its address and log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()  # below 55536: 0.5.12.post1 adds 10000 to it
     with log.open("w") as output:
         process = subprocess.Popen(
             command(program, "--port", str(port), *extra),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # 0.5.12.post1 refuses ports to which it cannot add 10000 for this one, which it leaves
-            env=os.environ | {"SGLANG_GRPC_PORT": str(port)} | env,
+            env=os.environ | env,
         )
     address = f"http://127.0.0.1:{port}"
     try:
