@@ -153,7 +153,7 @@ def server(
     yield _draft(adapter, server_args, setting)
     yield _device(setting)
     yield _attention(setting)
-    yield _graphs(setting)
+    yield _graphs(setting, adapter.graph_runner.flag)
     yield _threshold(setting, arguments)
 
 
@@ -229,7 +229,7 @@ def _attention(setting: Any) -> Line:
     )
 
 
-def _graphs(setting: Any) -> Line:
+def _graphs(setting: Any, flag: str) -> Line:
     decode = getattr(setting("cuda_graph_config"), "decode", None)
     if setting("disable_cuda_graph") or getattr(decode, "backend", None) == "disabled":
         status = OK if setting("device") == "cpu" else WARN
@@ -238,7 +238,7 @@ def _graphs(setting: Any) -> Line:
     cap = setting("max_running_requests") or 0
     if max(sizes) < cap:
         text = f"off steps of more than {max(sizes)} requests run eagerly: raise "
-        text += f"--cuda-graph-max-bs-decode to --max-running-requests {cap}"
+        text += f"{flag} to --max-running-requests {cap}"
         return Line("graphs", WARN, text)
     return Line("graphs", OK, f"{len(sizes)} sizes up to {max(sizes)}, at most {cap} requests run")
 

@@ -131,6 +131,21 @@ class Adapter(ABC):
     def _decode_off(self, batch: Batch, *args: Any, **kwargs: Any) -> GenerationBatchResult:
         """One decode step without speculation."""
 
+    def _draft_step(
+        self, batch: Batch, result: GenerationBatchResult, seq_lens: torch.Tensor
+    ) -> Any:
+        """SGLang's next draft input, after the target's plain decode at position `seq_lens`."""
+        draft_input = self.fallback.decode(
+            aux_hidden_states=result.logits_output.hidden_states,
+            next_token_ids=result.next_token_ids,
+            seq_lens=seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            out_cache_loc=batch.out_cache_loc,
+            requests=self._requests(batch),
+            input_embeds=self._input_embeds(result.next_token_ids),
+        )
+        return self._draft_input(draft_input)
+
     def _fuses_prefill(self, batch: Batch, mm_input_embeds: torch.Tensor | None) -> bool:
         if self.fallback.off and mm_input_embeds is None and not batch.forward_mode.is_idle():
             return True

@@ -59,17 +59,7 @@ class EagleWorkerV1(Adapter):
     def _decode_off(self, batch: ScheduleBatch) -> GenerationBatchResult:
         seq_lens = batch.seq_lens
         result = self._run_target(batch)
-        draft_input = self._draft_input(
-            self.fallback.decode(
-                aux_hidden_states=result.logits_output.hidden_states,
-                next_token_ids=result.next_token_ids,
-                seq_lens=seq_lens,
-                req_pool_indices=batch.req_pool_indices,
-                out_cache_loc=batch.out_cache_loc,
-                requests=self._requests(batch),
-                input_embeds=self._input_embeds(result.next_token_ids),
-            )
-        )
+        draft_input = self._draft_step(batch, result, seq_lens)
         tokens = result.next_token_ids.tolist()
         for req, token in zip(batch.reqs, tokens, strict=True):
             _append(req, token, batch.model_config.think_end_id)

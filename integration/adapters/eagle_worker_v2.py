@@ -95,17 +95,8 @@ class EagleWorkerV2(Adapter):
         if on_publish is not None:
             on_publish(batch.seq_lens)
         output = result.logits_output
-        draft_input = self.fallback.decode(
-            aux_hidden_states=output.hidden_states,
-            next_token_ids=result.next_token_ids,
-            seq_lens=seq_lens,
-            req_pool_indices=batch.req_pool_indices,
-            out_cache_loc=batch.out_cache_loc,
-            requests=self._requests(batch),
-            input_embeds=self._input_embeds(result.next_token_ids),
-        )
         num_requests = len(batch.reqs)
-        result.next_draft_input = self._draft_input(draft_input)
+        result.next_draft_input = self._draft_step(batch, result, seq_lens)
         result.new_seq_lens = batch.seq_lens
         result.accept_lens = torch.ones(num_requests, dtype=torch.int32, device=seq_lens.device)
         result.speculative_num_draft_tokens = 1  # the stride of next_token_ids
