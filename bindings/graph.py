@@ -1,5 +1,9 @@
 """CUDA graphs of the fused draft step: static buffers, one graph a batch size, padding by slot -1.
 
+A replay copies its batch into the static buffers on the current stream and runs the graph on a
+stream of its own, so that the target's next forward need not wait for it. Whoever reads or writes
+the draft's KV or the kept hidden states next calls `join` first.
+
 There is no graph on the CPU: the caller runs `ops.fused_draft_step` eagerly there, and also for a
 batch larger than the largest captured size.
 """
@@ -19,11 +23,12 @@ class DraftStepGraphRunner:
     """Captures `fused_draft_step` for given batch sizes and replays any batch that fits.
 
     The sizes are captured from the largest down in one memory pool, as SGLang does. A batch of n
-    rows replays the next size up; rows from n on keep slot -1 and write nothing. `replay` neither
-    allocates nor synchronises. The outputs are views of static buffers: they hold until the next
-    replay.
+    rows replays the next size up; rows from n on get slot -1 and write nothing. `replay` neither
+    allocates nor synchronises with the host.
 
     Attributes:
+        bonus_tokens: [largest size] int32, of the last replay, after `join`.
+        new_seq_lens: [largest size] in `seq_lens_dtype`, likewise.
         memory_bytes: device memory that the static buffers and the graphs took.
     """
 
@@ -40,7 +45,6 @@ class DraftStepGraphRunner:
         packed_aux: bool = True,
         with_input_embeds: bool = False,
         seq_lens_dtype: torch.dtype = torch.int64,
-        pool: tuple[int, int] | None = None,
         backend: str = "auto",
     ) -> None:
         """Allocate the static buffers and capture every size.
@@ -53,7 +57,6 @@ class DraftStepGraphRunner:
             packed_aux: whether replay is given one packed tensor or a list of `num_aux`.
             with_input_embeds: whether replay is given embeddings ([rows, H]).
             seq_lens_dtype: of `seq_lens` and the returned new lengths; int64 or int32.
-            pool: a graph memory pool to share, such as the target's graphs'.
             backend: as in `ops.fused_draft_step`.
 
         Raises:
@@ -90,10 +93,14 @@ class DraftStepGraphRunner:
             "v_scale": v_scale,
             "backend": backend,
         }
+        # Streams of another priority come from another pool than SGLang's, all of the default one:
+        # on a stream that is also the target's, both graphs would hold the same cuBLAS workspace.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._done = torch.cuda.Event()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.batch_sizes):
-            self._graphs[size], pool = self._capture(size, pool)
-        self.pool = pool
+            self._graphs[size] = self._capture(size, pool)
         self.memory_bytes = max(0, free_before - _free_bytes(device))
 
     def can_replay(self, num_rows: int) -> bool:
@@ -109,12 +116,10 @@ class DraftStepGraphRunner:
         req_pool_indices: torch.Tensor,
         out_cache_loc: torch.Tensor,
         input_embeds: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> None:
         """Copy the batch in and replay. Arguments are those of `ops.fused_draft_step`.
 
-        Returns:
-            `bonus_tokens` [rows] int32 and `new_seq_lens` [rows], views that the next replay
-            overwrites.
+        The arguments may be overwritten in stream order as soon as this returns.
 
         Raises:
             ValueError: more rows than the largest captured size, or another number of aux tensors
@@ -135,21 +140,26 @@ class DraftStepGraphRunner:
         if self._embeds is not None and input_embeds is not None:
             static.append(self._embeds[:n])
             wide.append(input_embeds)
-        torch._foreach_copy_(static, wide)
-        indices = (self._tokens, self._seq_lens, self._requests, self._slots)
-        torch._foreach_copy_(
-            [buffer[:n] for buffer in indices],
-            [next_token_ids, seq_lens, req_pool_indices, out_cache_loc],
-        )
-        size = self.batch_sizes[bisect_left(self.batch_sizes, n)]
-        if n < size:
-            self._slots[n:size].fill_(-1)
-        self._graphs[size].replay()
-        return self.bonus_tokens[:n], self.new_seq_lens[:n]
+        from ..kernels.triton.off_step import stage
 
-    def _capture(
-        self, size: int, pool: tuple[int, int] | None
-    ) -> tuple[torch.cuda.CUDAGraph, tuple[int, int]]:
+        size = self.batch_sizes[bisect_left(self.batch_sizes, n)]
+        self.join()  # the static buffers are free once the last replay is through
+        torch._foreach_copy_(static, wide)
+        stage(
+            size=size,
+            given=(next_token_ids, seq_lens, req_pool_indices, out_cache_loc),
+            staged=(self._tokens, self._seq_lens, self._requests, self._slots),
+        )
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._graphs[size].replay()
+            self._done.record()
+
+    def join(self) -> None:
+        """Make the current stream wait for the last replay; the host does not wait."""
+        self._done.wait()
+
+    def _capture(self, size: int, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
         def step() -> None:
             aux = [buffer[:size] for buffer in self._aux]
             ops.fused_draft_step(
@@ -164,15 +174,14 @@ class DraftStepGraphRunner:
                 **self._step,
             )
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # every slot is -1: the warm-up compiles and writes nothing
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # every slot is -1: the warm-up writes nothing
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             step()
-        return graph, graph.pool()
+        return graph
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -47,7 +47,7 @@ class NextDraftInput:
     """The fields of the next `EagleDraftInput`; the last three are constant stubs.
 
     Args:
-        bonus_tokens: [num_requests] int32, the sampled tokens.
+        bonus_tokens: [num_requests], the sampled tokens.
         topk_p: [num_requests, topk] float32 zeros.
         topk_index: [num_requests, topk] int64 zeros.
         hidden_states: [num_requests, draft hidden size] zeros in the draft's dtype.
@@ -158,19 +158,24 @@ class FusedFallback:
             "input_embeds": input_embeds,
         }
         if self.graphs is not None and self.graphs.can_replay(len(requests)):
-            bonus_tokens = self.graphs.replay(**rows)[0].clone()
+            self.graphs.replay(**rows)
         else:
-            bonus_tokens = next_token_ids.new_empty(len(requests), dtype=torch.int32)
+            self.join()
             fused_draft_step(
                 layer=self.layer,
                 kept_hidden_states=self.kept_hidden_states,
-                bonus_tokens=bonus_tokens,
+                bonus_tokens=torch.empty_like(next_token_ids, dtype=torch.int32),
                 new_seq_lens=torch.empty_like(seq_lens),
                 **rows,
                 **self.pool.as_kwargs(),
             )
         self.statistics.steps_off += 1
-        return self._pending_input(bonus_tokens, requests)
+        return self._pending_input(next_token_ids, requests)
+
+    def join(self) -> None:
+        """Order what follows on this stream behind the last draft step: it uses the draft's KV."""
+        if self.graphs is not None:
+            self.graphs.join()
 
     @torch.no_grad()
     def prefill(
@@ -213,7 +218,7 @@ class FusedFallback:
             rows=last_rows,
         )
         self.statistics.prefills_off += 1
-        return self._pending_input(next_token_ids.to(torch.int32), requests)
+        return self._pending_input(next_token_ids, requests)
 
     def pending(self, requests: list[int]) -> list[bool]:
         """Which of these requests need a catch-up before they can draft."""

@@ -41,11 +41,13 @@ def test_replay_equals_eager(packed: bool, backend: str) -> None:
     for rows in (16, 1, 3, 8, 5, 9, 2, 16):
         step = make_step(case, rows, layer=layer, device="cuda", seed=rows, packed=packed)
         inputs = {name: step[name] for name in INPUTS}
-        bonus, new_seq_lens = runner.replay(**inputs)
+        runner.replay(**inputs)
+        runner.join()
         # The size that the graph was captured for chooses the kernel's tile, hence the sums' order.
         size = next(size for size in SIZES if size >= rows)
         expected = run_padded(inputs, layer, eager, size, backend)
-        assert torch.equal(bonus, expected[0]) and torch.equal(new_seq_lens, expected[1])
+        assert torch.equal(runner.bonus_tokens[:rows], expected[0])
+        assert torch.equal(runner.new_seq_lens[:rows], expected[1])
         for name in ("kept_hidden_states", "k_buffer", "v_buffer"):
             assert torch.equal(as_bytes(pool[name]), as_bytes(eager[name])), (rows, name)
 
@@ -107,6 +109,29 @@ def test_replay_neither_allocates_nor_synchronises() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@needs_gpu
+def test_replays_in_flight_keep_their_own_inputs() -> None:
+    """A second replay waits for the first's buffers, and a caller may overwrite what it gave."""
+    case = Case(hidden=512, target=512)
+    layer = make_layer(case, "cuda")
+    pool = make_step(case, 16, layer=layer, device="cuda")
+    runner = build_runner(pool)
+    steps = [make_step(case, 16, layer=layer, device="cuda", seed=seed) for seed in range(1, 9)]
+    eager = copy_written(pool)
+    for step in steps:
+        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16, "auto")
+    given = {name: steps[0][name].clone() for name in INPUTS}
+    for step in steps:
+        for name in INPUTS:
+            given[name].copy_(step[name])
+        runner.replay(**given)
+    for name in INPUTS:
+        given[name].fill_(0)
+    runner.join()
+    for name in ("kept_hidden_states", "k_buffer", "v_buffer"):
+        assert torch.equal(as_bytes(pool[name]), as_bytes(eager[name])), name
 
 
 @needs_gpu

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from ...bindings.off_step import decode_inputs
 from .. import metrics
+from ..flags import FallbackArguments
 from ..symbols import Attributes, Call, Hook, Symbol
 from . import decode_graphs
 from .adapter import MODEL_RUNNER, Adapter, restored, set_seq_lens
@@ -48,6 +50,10 @@ class EagleWorkerV2(Adapter):
 
         return resolution_result(server_args, name)
 
+    def __init__(self, worker: Any, arguments: FallbackArguments) -> None:
+        super().__init__(worker, arguments)
+        self._ones = self.req_to_token.new_ones(self.req_to_token.shape[0], dtype=torch.int32)
+
     @property
     def hooked(self) -> tuple[Any, ...]:
         return (self.worker, self.worker.draft_worker)
@@ -81,24 +87,27 @@ class EagleWorkerV2(Adapter):
     ) -> GenerationBatchResult:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        seq_lens, bonus_tokens = batch.seq_lens, batch.spec_info.bonus_tokens
-        rows = batch.req_pool_indices.long()
-        batch.spec_info = None
+        seq_lens, num_requests = batch.seq_lens, len(batch.reqs)
         batch.forward_mode = ForwardMode.DECODE
-        batch.input_ids = bonus_tokens.to(torch.int64)
-        batch.out_cache_loc = self.req_to_token[rows, seq_lens.long()].to(torch.int64)
-        set_seq_lens(batch, seq_lens + 1, 1)
+        batch.input_ids, batch.out_cache_loc, new_seq_lens = decode_inputs(
+            bonus_tokens=batch.spec_info.bonus_tokens,
+            seq_lens=seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token,
+        )
+        batch.spec_info = None
+        set_seq_lens(batch, new_seq_lens, 1)
+        # Known before the target runs, so the scheduler's next step need not wait for it.
+        if on_publish is not None:
+            on_publish(new_seq_lens)
         if batch.has_grammar and grammar_barrier is not None:
             grammar_barrier()
         with self.graphs.in_place_of_verify(self.target):
             result = self._run_target(batch)
-        if on_publish is not None:
-            on_publish(batch.seq_lens)
         output = result.logits_output
-        num_requests = len(batch.reqs)
         result.next_draft_input = self._draft_step(batch, result, seq_lens)
-        result.new_seq_lens = batch.seq_lens
-        result.accept_lens = torch.ones(num_requests, dtype=torch.int32, device=seq_lens.device)
+        result.new_seq_lens = new_seq_lens
+        result.accept_lens = self._ones[:num_requests]
         result.speculative_num_draft_tokens = 1  # the stride of next_token_ids
         if batch.return_logprob and output.next_token_logprobs is not None:
             output.next_token_logprobs = output.next_token_logprobs.view(num_requests, 1)
@@ -216,14 +225,13 @@ class EagleWorkerV2Of0512(EagleWorkerV2Of0517):
         draft_input.new_seq_lens = seq_lens
         return draft_input
 
-    def _decode_off(self, batch: ModelWorkerBatch, *args: Any, **kwargs: Any) -> Any:
+    def _decode_off(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         stream = torch.get_device_module(batch.seq_lens.device)
         batch.seq_lens.record_stream(stream.current_stream())  # the scheduler's stream made it
-        result = super()._decode_off(batch, *args, **kwargs)
+        published = stream.Event()
+        result = super()._decode_off(batch, on_publish=lambda _: published.record())
         result.next_draft_input.new_seq_lens = batch.seq_lens
-        # The scheduler waits for it before it reads the lengths.
-        result.next_draft_input.verify_done = stream.Event()
-        result.next_draft_input.verify_done.record()
+        result.next_draft_input.verify_done = published  # the scheduler reads the lengths after it
         return result
 
     def _run_target(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
