@@ -1,262 +1,335 @@
-"""Tokens per second over concurrency: no speculation, always on, step 0, off, and the threshold.
+"""Tokens per second over concurrency, of servers that take turns on one GPU.
 
-    python profiling/bench_envelope.py --model-path TARGET --draft-model-path DRAFT
+    python -m fused_fallback.profiling.bench_envelope --model-path TARGET --draft-model-path DRAFT
         [--modes nospec static off threshold] [--concurrency 8 32 64 128 256] [--repeats 5]
+        [--input-len 256] [--output-len 128] [--prompts random|coding|agentic]
+        [--through engine|serve] [--ramp] [--server-args JSON]
 
-Every mode is a server of its own (`sglang.Engine` in a subprocess, as a user would start it). All
-are up at the same time and take turns, so that each repeat compares them on one machine within
-seconds. `--load-format dummy` with `--simulate-accept-length 2.8` times a model from its
+Modes: no speculation; always on; SGLang's adaptive speculation held at step 0, with and without
+its draft extend; the fused fallback with a threshold above (`on`), below (`off`) and amid
+(`threshold`) the load. Every mode is a server of its own. As many as fit into the GPU's memory are
+up at once; where not all fit, the next ones follow, and the first mode stays and is measured again
+as their reference. `--load-format dummy --simulate-accept-length 2.8` times a model from its
 config.json alone.
 
-A run sends `concurrency` requests at once: random prompts of `--input-len` tokens, `--output-len`
-tokens each. `tok_s` is output tokens over the whole time; `tpot_ms` is the time per output token
-without prefill: the same prompts are sent for one token more, and that time is taken off.
+A run sends `concurrency` requests at once, `--output-len` tokens each. `tok_s` is output tokens
+over the whole time. `tpot_ms` is the time per output token of the decode steps alone: from the
+arrival of the last first token, when all prefill is done, to a request's last token, over the
+tokens in between, mean over the requests; unlike a difference to a run of prefill alone it has
+the noise of one run, not of two.
+
+In each repeat every mode has the same prompts, and the order of the modes alternates. Ratios are
+taken within a repeat; the median over the repeats and their range are reported. A ratio above 1 is
+faster, also that of `tpot_ms`. `ratio_best` is to the faster of `nospec` and `static`.
+
+`--ramp` keeps 1, 2, 4, ... requests running, up to the largest concurrency and down again, some
+seconds each, and counts the tokens of each step, its transition included.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODES = ("nospec", "static", "step0_warm", "step0_cold", "off", "threshold")
-RESULTS = Path(__file__).parent / "results"
-WARMUP_OUTPUT = 8
+from . import envelope_report, prompt_sets
+from .serving import (
+    MODES,
+    ServerProcess,
+    Timing,
+    add_options,
+    kv_tokens,
+    provenance,
+    refusal,
+    result_path,
+    spec_of,
+    vocab_size,
+)
+
+FREE_GB = 2.0  # to be left when another server is started, arbitrary
+WARM_UP = -1  # the number of the repeat that is not counted
+SEEDS = itertools.count(1)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--model-path", required=True)
-    add("--draft-model-path", required=True)
+    add_options(parser, concurrency=[8, 32, 64, 128, 256])
     add("--modes", nargs="+", choices=MODES, default=["nospec", "static", "off", "threshold"])
-    add("--concurrency", nargs="+", type=int, default=[8, 32, 64, 128, 256])
-    add("--input-len", type=int, default=256)
-    add("--output-len", type=int, default=128)
+    add("--prompts", choices=("random", *prompt_sets.NAMES), default="random")
     add("--repeats", type=int, default=5)
-    add("--threshold", type=int, default=192, help="of the threshold mode (%(default)s)")
-    add("--simulate-accept-length", type=float, help="SGLANG_SIMULATE_ACC_LEN of every server")
-    add("--load-format", default="auto")
-    add("--kv-tokens", type=int, help="size of each KV pool (default: what the load needs)")
-    add("--server-args", type=json.loads, default={}, metavar="JSON", help="further ServerArgs")
-    add("--commit", help="recorded; default: the repository's HEAD")
+    add("--ramp", action="store_true", help="a ramp instead of single loads")
+    add("--ramp-seconds", type=float, default=4.0, help="for each step (%(default)s)")
+    add("--at-once", type=int, help="start so many servers together, and measure no memory")
+    add("--append", action="store_true", help="keep the other rows of an existing result")
     add("--out", type=Path, help="default: profiling/results/envelope_<device>_<sglang>.json")
-    add("--serve", choices=MODES, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.at_once is not None and options.at_once < 2:
+        parser.error("--at-once must be 2 or more")
+    if options.ramp and options.prompts != "random":
+        parser.error("--ramp sends random prompts")
+    if options.prompts != "random" and options.load_format == "dummy":
+        parser.error(f"--prompts {options.prompts} needs a real model, not --load-format dummy")
+    return options
 
 
-# ---- one server, in a process of its own
+# ---- the servers
 
 
-def server_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """What `sglang.Engine` (through `flags.server_args`) is given in this mode."""
-    most = max(options.concurrency)
-    tokens = most * (options.input_len + options.output_len + 64)
-    arguments: dict[str, Any] = {
-        "model_path": options.model_path,
-        "load_format": options.load_format,
-        "skip_tokenizer_init": True,
-        "max_running_requests": most,
-        "cuda_graph_max_bs_decode": most,
-        "max_total_tokens": options.kv_tokens or tokens,
-        "mem_fraction_static": 0.8,
-        "random_seed": 1,
-        "port": 30000 + 500 * MODES.index(mode),  # ports are found upwards from here
-        **options.server_args,
-    }
-    if mode == "nospec":
-        return arguments
-    arguments |= {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": options.draft_model_path,
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 4,
-    }
-    if mode.startswith("step0"):
-        config = Path(tempfile.mkdtemp()) / "step0.json"
-        config.write_text(json.dumps({"1": {"candidate_steps": [0]}}))
-        arguments |= {"speculative_adaptive": True, "speculative_adaptive_config": str(config)}
-    if mode in ("off", "threshold"):
-        arguments["speculative_fused_fallback"] = True
-        arguments["speculative_fused_fallback_threshold"] = (
-            1 if mode == "off" else options.threshold
-        )
-    return arguments
+class Servers:
+    """The servers that are up, and what their starts took.
 
+    Args:
+        options: of the command line.
+        log: progress lines go there.
+    """
 
-def serve(options: argparse.Namespace, mode: str) -> None:
-    """Answer one JSON line with timings for each JSON line of prompts."""
-    answers, sys.stdout = sys.stdout, sys.stderr
-    if mode == "step0_cold":
-        os.environ["SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"] = "1"
-    if options.simulate_accept_length:
-        os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(options.simulate_accept_length)
-    import sglang
-    from fused_fallback.integration.flags import server_args
+    def __init__(self, options: argparse.Namespace, log: Callable[[str], None]) -> None:
+        self.options, self.log = options, log
+        self.logs = Path(tempfile.mkdtemp(prefix="envelope_"))
+        self.up: list[ServerProcess] = []
+        self.starts: dict[str, dict[str, Any]] = {}
+        self._largest_gb = 0.0
 
-    began = time.perf_counter()
-    engine = sglang.Engine(server_args=server_args(**server_options(options, mode)))
-    print(json.dumps({"start_s": time.perf_counter() - began}), file=answers, flush=True)
+    def groups(self, modes: list[str]) -> Iterator[list[ServerProcess]]:
+        """Start as many as fit, yield them, stop all but the first, and so on."""
+        waiting = list(modes)
+        while waiting:
+            count = self.options.at_once
+            if count:
+                fresh, waiting = waiting[: count - len(self.up)], waiting[count - len(self.up) :]
+                self._start(fresh)
+            else:
+                while waiting and (len(self.up) < 2 or free_gb() > self._largest_gb + FREE_GB):
+                    self._start([waiting.pop(0)])
+            yield self.up
+            for server in self.up[1:]:
+                server.stop()
+            del self.up[1:]
 
-    def timed(prompts: list[list[int]], new_tokens: int) -> float:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        began = time.perf_counter()
-        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-        assert all(len(output["output_ids"]) >= new_tokens for output in outputs)
-        return time.perf_counter() - began
+    def stop(self) -> None:
+        for server in self.up:
+            server.stop()
 
-    for line in sys.stdin:
-        work = json.loads(line)
-        seconds = [timed(prompts, n) for prompts, n in work]
-        state = engine.get_server_info()["internal_states"][0].get("fused_fallback")
-        print(json.dumps({"seconds": seconds, "state": state}), file=answers, flush=True)
-    engine.shutdown()
-
-
-# ---- all servers in turns
-
-
-class Server:
-    """A mode's subprocess."""
-
-    def __init__(self, mode: str, log: Path) -> None:
-        self.mode, self.log = mode, log
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--serve", mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.mode} ended, see {self.log}:\n{self.log.read_text()[-3000:]}")
-        return json.loads(line)
-
-    def run(self, work: list[tuple[list[list[int]], int]]) -> dict[str, Any]:
-        self.process.stdin.write(json.dumps(work) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-
-def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random prompts; no two share a prefix, so that the radix cache never helps."""
-    import random
-
-    generator = random.Random(seed)
-    return [[generator.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
-
-
-def measure(options: argparse.Namespace, servers: list[Server]) -> list[dict[str, Any]]:
-    """All repeats of all modes, as the rows of the result file."""
-    config = json.loads((Path(options.model_path) / "config.json").read_text())
-    rows = []
-    for concurrency in options.concurrency:
-        taken: dict[str, list[tuple[float, float]]] = {server.mode: [] for server in servers}
-        for repeat in range(-1, options.repeats):  # the first is a warm-up
-            order = servers if repeat % 2 else servers[::-1]
-            for server in order:
-                seed = hash((concurrency, repeat, server.mode)) & 0xFFFFFFFF
-                first, second = (
-                    prompts(concurrency, options.input_len, config["vocab_size"], seed + i)
-                    for i in (0, 1)
+    def _start(self, modes: list[str]) -> None:
+        free = free_gb()
+        servers = [
+            ServerProcess(spec_of(self.options, mode), self.logs / f"{mode}.log") for mode in modes
+        ]
+        self.up += servers
+        for server in servers:
+            server.wait_until_ready()
+            held = server.info["max_total_num_tokens"]
+            if held < 0.99 * kv_tokens(self.options):
+                raise RuntimeError(
+                    f"{server.spec.mode}: memory for {held} of {kv_tokens(self.options)} KV tokens"
                 )
-                work = [(first, options.output_len), (second, 1)]
-                whole, prefill = server.run(work)["seconds"]
-                if repeat >= 0:
-                    taken[server.mode].append((whole, prefill))
-                print(
-                    f"concurrency {concurrency:4d}  {server.mode:10s} repeat {repeat:2d}  "
-                    f"{concurrency * options.output_len / whole:9.0f} tok/s",
-                    flush=True,
-                )
-        for mode, times in taken.items():
-            tokens = concurrency * options.output_len
-            rates = [tokens / whole for whole, _ in times]
-            per_token = [1e3 * (w - p) / (options.output_len - 1) for w, p in times]
-            rows.append(
-                {
-                    "concurrency": concurrency,
-                    "mode": mode,
-                    "tok_s": round(statistics.median(rates), 1),
-                    "tok_s_spread": [round(min(rates), 1), round(max(rates), 1)],
-                    "tpot_ms": round(statistics.median(per_token), 4),
-                    "tpot_ms_spread": [round(min(per_token), 4), round(max(per_token), 4)],
-                }
+            start = {
+                "start_s": round(server.start_s, 1),
+                "plugin": server.info.get("_fused_fallback"),
+            }
+            if len(servers) == 1 and free:
+                start["gpu_gb"] = round(free - free_gb(), 2)
+            self.starts[server.spec.mode] = start
+            self.log(f"{server.spec.mode} is up: {start}, log {server.log}")
+        for server in servers:  # compiles and allocates what a start leaves for later
+            for concurrency in sorted(
+                {min(self.options.concurrency), max(self.options.concurrency)}
+            ):
+                server.burst(prompts(self.options, concurrency), self.options.output_len)
+        if len(servers) == 1:
+            self._largest_gb = max(self._largest_gb, free - free_gb())
+
+
+def free_gb() -> float:
+    """Free memory of the GPU in GB; 0 without one."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] / 1e9 if torch.cuda.is_available() else 0.0
+
+
+# ---- the load
+
+
+def prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
+    """Token ids; no two calls share a prefix, so that the radix cache helps no server."""
+    seed, length = next(SEEDS), options.input_len
+    if options.prompts == "random":
+        return prompt_sets.random_ids(count, length, vocab_size=vocab_size(options), seed=seed)
+    return prompt_sets.text_ids(
+        options.prompts, count, length, model_path=options.model_path, seed=seed
+    )
+
+
+def rates(timings: list[Timing]) -> tuple[float, float]:
+    """Tokens per second of the whole run, and milliseconds per output token of decoding alone."""
+    tokens = sum(timing.tokens for timing in timings)
+    seconds = max(t.last for t in timings) - min(t.begin for t in timings)
+    decoding = max(timing.first for timing in timings)
+    per_token = [(t.last - decoding) / max(t.tokens - 1, 1) for t in timings]
+    return tokens / seconds, 1e3 * statistics.mean(per_token)
+
+
+Taken = dict[str, list[tuple[float, float]]]
+"""`rates` of each repeat by mode."""
+
+
+def measure(
+    options: argparse.Namespace,
+    servers: list[ServerProcess],
+    concurrency: int,
+    log: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """All repeats of these servers at one concurrency, as rows of the result."""
+    taken: Taken = {server.spec.mode: [] for server in servers}
+    for repeat in range(WARM_UP, options.repeats):
+        batch = prompts(options, concurrency)
+        for server in servers if repeat % 2 else servers[::-1]:
+            tok_s, tpot_ms = rates(server.burst(batch, options.output_len))
+            if repeat != WARM_UP:
+                taken[server.spec.mode].append((tok_s, tpot_ms))
+            log(
+                f"concurrency {concurrency:4d}  {server.spec.mode:10s} "
+                f"{'warm-up ' if repeat == WARM_UP else f'repeat {repeat}'}  "
+                f"{tok_s:9.0f} tok/s  {tpot_ms:8.3f} ms a token"
             )
+    load = {"concurrency": concurrency, "input_len": options.input_len, "prompts": options.prompts}
+    return [{**load, "mode": mode, **row(taken, mode)} for mode in taken]
+
+
+def row(taken: Taken, mode: str) -> dict[str, Any]:
+    """Medians and ranges of a mode and of its ratios to the modes beside it."""
+    tok_s, tpot_ms = zip(*taken[mode], strict=True)
+    result = {**middle("tok_s", tok_s, 1), **middle("tpot_ms", tpot_ms, 4)}
+    for other in ("nospec", "static"):
+        if other in taken and other != mode:
+            theirs = list(zip(*taken[other], strict=True))
+            result |= middle(f"ratio_{other}", divide(tok_s, theirs[0]), 4)
+            result |= middle(f"tpot_ratio_{other}", divide(theirs[1], tpot_ms), 4)
+    if mode == "threshold" and {"nospec", "static"} <= taken.keys():
+        pairs = zip(taken["nospec"], taken["static"], strict=True)
+        best = [max(plain[0], static[0]) for plain, static in pairs]
+        result |= middle("ratio_best", divide(tok_s, best), 4)
+    return result
+
+
+def middle(name: str, values: Any, digits: int) -> dict[str, Any]:
+    values = sorted(values)
+    return {
+        name: round(statistics.median(values), digits),
+        f"{name}_spread": [round(values[0], digits), round(values[-1], digits)],
+    }
+
+
+def divide(numerators: Any, denominators: Any) -> list[float]:
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+# ---- the ramp
+
+
+def ramp_steps(peak: int) -> list[int]:
+    """1, 2, 4, ... `peak` ... 4, 2, 1."""
+    rising = [1 << i for i in range(peak.bit_length()) if 1 << i < peak]
+    return [*rising, peak, *reversed(rising)]
+
+
+def step_rates(begins: list[float], timings: list[Timing]) -> list[float]:
+    """Tokens per second of each step; a request's tokens are spread evenly over its decoding."""
+    tokens = [0.0] * (len(begins) - 1)
+    for timing in timings:
+        span = max(timing.last - timing.first, 1e-9)
+        for i in range(len(tokens)):
+            inside = min(timing.last, begins[i + 1]) - max(timing.first, begins[i])
+            tokens[i] += timing.tokens * max(inside, 0.0) / span
+    return [count / (begins[i + 1] - begins[i]) for i, count in enumerate(tokens)]
+
+
+def measure_ramp(
+    options: argparse.Namespace, servers: list[ServerProcess], log: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """All repeats of the ramp, as rows: one for each step and mode."""
+    steps = ramp_steps(max(options.concurrency))
+    taken: dict[str, list[list[float]]] = {server.spec.mode: [] for server in servers}
+    flips = {}
+    for repeat in range(options.repeats):
+        seed = next(SEEDS)
+        for server in servers if repeat % 2 else servers[::-1]:
+            mode = server.spec.mode
+            begins, timings = server.order(
+                "ramp",
+                steps=steps,
+                seconds=options.ramp_seconds,
+                input_len=options.input_len,
+                new_tokens=options.output_len,
+                vocab_size=vocab_size(options),
+                seed=seed,
+            )
+            taken[mode].append(step_rates(begins, [Timing(*timing) for timing in timings]))
+            flips[mode] = (server.state() or {}).get("flips")
+            log(f"ramp {mode:10s} repeat {repeat}  {' '.join(f'{r:.0f}' for r in taken[mode][-1])}")
+    rows = []
+    for i, concurrency in enumerate(steps):
+        at_step = {mode: [(all_[i], 1.0) for all_ in repeats] for mode, repeats in taken.items()}
+        for mode in at_step:
+            figures = {k: v for k, v in row(at_step, mode).items() if "tpot" not in k}
+            rows.append({"ramp_step": i, "concurrency": concurrency, "mode": mode, **figures})
+    log(f"flips so far: {flips}")
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens per second and its ratio to no speculation, and the time per token."""
-    by_key = {(row["concurrency"], row["mode"]): row for row in rows}
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    lines = ["concurrency  mode          tok/s   /nospec   tpot ms   /nospec"]
-    for concurrency in dict.fromkeys(row["concurrency"] for row in rows):
-        base = by_key.get((concurrency, "nospec"))
-        for mode in modes:
-            row = by_key[concurrency, mode]
-            ratio = row["tok_s"] / base["tok_s"] if base else float("nan")
-            speed = base["tpot_ms"] / row["tpot_ms"] if base else float("nan")
-            lines.append(
-                f"{concurrency:11d}  {mode:10s} {row['tok_s']:9.0f} {ratio:9.3f} "
-                f"{row['tpot_ms']:9.3f} {speed:9.3f}"
-            )
-    return "\n".join(lines)
+# ---- the result
 
 
-def _head() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=True
-    ).stdout.strip()
+def key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    load = (entry.get("ramp_step", 0), entry.get("prompts", ""), entry.get("input_len", 0))
+    return *load, entry["concurrency"], MODES.index(entry["mode"])
 
 
 def main() -> None:
     options = parse_args()
-    if options.serve:
-        serve(options, options.serve)
-        return
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    name = f"envelope_{device.split()[-1].lower()}_{version('sglang')}.json"
-    out = options.out or RESULTS / name
+    refused = [text for text in map(refusal, options.modes) if text]
+    if refused:
+        raise SystemExit("\n".join(refused))
+    out = options.out or result_path("envelope")
     out.parent.mkdir(parents=True, exist_ok=True)
-    logs = Path(tempfile.mkdtemp(prefix="envelope_"))
-    servers = [Server(mode, logs / f"{mode}.log") for mode in options.modes]
-    starts = {server.mode: round(server.answer()["start_s"], 1) for server in servers}
-    print(f"servers are up after {starts} s, logs in {logs}", flush=True)
+    result: dict[str, Any] = {"rows": [], "ramp": [], "runs": []}
+    if options.append and out.exists():
+        result |= json.loads(out.read_text())
+    about = provenance(options)
+    run = {name: about[name] for name in ("command", "commit", "date")}
+    result |= {name: value for name, value in about.items() if name != "command"}
+    result["runs"].append(run)
+
+    def log(line: str) -> None:
+        print(line, flush=True)
+
+    def keep(rows: list[dict[str, Any]], where: str) -> None:
+        """Write now, so that an end before time loses nothing."""
+        kept = {key(entry): entry for entry in (*result[where], *rows)}
+        result[where] = [kept[name] for name in sorted(kept)]
+        run["servers"] = servers.starts
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+    servers = Servers(options, log)
     try:
-        rows = measure(options, servers)
+        for group in servers.groups(options.modes):
+            if options.ramp:
+                keep(measure_ramp(options, group, log), "ramp")
+            else:
+                for concurrency in options.concurrency:
+                    rows = measure(options, group, concurrency, log)
+                    keep(rows, "rows")
+                    log(envelope_report.table(rows))
     finally:
-        for server in servers:
-            server.process.stdin.close()
-            server.process.wait(60)
-    result = {
-        "device": device,
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": options.commit or _head(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-        "start_s": starts,
-        "rows": rows,
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(rows))
-    print(f"written to {out}")
+        servers.stop()
+    log(f"\n{envelope_report.text(result)}\nwritten to {out}")
+    envelope_report.draw(result, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,478 @@
+"""Servers to be measured: one mode each, in a process of its own that times every request.
+
+The process gets the `Spec` as its argument, orders as JSON lines on its standard input, and
+answers each with one line. It ends, and its server with it, when that input closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MODES = ("nospec", "static", "step0_warm", "step0_cold", "on", "off", "threshold")
+RESULTS = Path(__file__).parent / "results"
+FUSED = ("on", "off", "threshold")
+SLACK_TOKENS = 32  # of KV a request: steps allocate slots before they know what they accept
+NEVER = 1 << 20  # requests or tokens, more than any load
+PORTS_PER_SERVER = 1100  # SGLang takes further ports up to 1000 above its own
+SKIP_DRAFT = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to start.
+
+    Args:
+        mode: one of MODES. `on` is the fused fallback with a threshold that no load reaches, `off`
+            one that every load does; the step 0 modes are SGLang's adaptive speculation held there.
+        model_path, draft_model_path: of target and draft.
+        arguments: further `ServerArgs` by name, which win over those set here.
+        threshold: of the mode `threshold`.
+        through: "engine" for `sglang.Engine`, "serve" for `sglang serve` over HTTP.
+        accept_length: simulated; None leaves acceptance to the models.
+        env: further environment variables.
+    """
+
+    mode: str
+    model_path: str
+    draft_model_path: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    threshold: int = 64
+    through: str = "engine"
+    accept_length: float | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def server_arguments(self) -> dict[str, Any]:
+        """What `flags.server_args` takes, or `sglang serve` as flags."""
+        arguments = {
+            "model_path": self.model_path,
+            "skip_tokenizer_init": True,
+            "random_seed": 1,
+            # below the ports that Linux hands out to outgoing connections
+            "port": 20000 + PORTS_PER_SERVER * MODES.index(self.mode),
+        }
+        if self.mode != "nospec":
+            arguments |= {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": self.draft_model_path,
+                "speculative_num_steps": 3,
+                "speculative_eagle_topk": 1,
+                "speculative_num_draft_tokens": 4,
+            }
+        if self.mode.startswith("step0"):
+            config = Path(tempfile.mkdtemp()) / "step0.json"
+            config.write_text(json.dumps({"1": {"candidate_steps": [0]}}))
+            arguments |= {"speculative_adaptive": True, "speculative_adaptive_config": str(config)}
+        if self.mode in FUSED:
+            threshold = {"on": NEVER, "off": 1, "threshold": self.threshold}[self.mode]
+            arguments |= {
+                "speculative_fused_fallback": True,
+                "speculative_fused_fallback_threshold": threshold,
+            }
+        return arguments | self.arguments
+
+    def environment(self) -> dict[str, str]:
+        env = dict(self.env)
+        if self.accept_length:
+            env["SGLANG_SIMULATE_ACC_LEN"] = str(self.accept_length)
+        if self.mode == "step0_cold":
+            env[SKIP_DRAFT] = "1"
+        return env
+
+
+def refusal(mode: str) -> str | None:
+    """Why the installed SGLang has no such mode; None where it has."""
+    if mode.startswith("step0"):
+        from sglang.srt.environ import envs
+
+        if not hasattr(envs, SKIP_DRAFT):
+            return f"mode {mode}: SGLang {version('sglang')} has no step 0"
+    return None
+
+
+class Timing(NamedTuple):
+    """One request, seconds of `time.perf_counter` where the client receives.
+
+    `first` is the arrival of the first token, `last` that of the last of `tokens`.
+    """
+
+    begin: float
+    first: float
+    last: float
+    tokens: int
+
+
+# ---- what the benches have in common
+
+
+def add_options(parser: argparse.ArgumentParser, *, concurrency: list[int]) -> None:
+    """The servers' and the load's options; `concurrency` is the default."""
+    add = parser.add_argument
+    add("--model-path", required=True)
+    add("--draft-model-path", required=True)
+    add("--concurrency", nargs="+", type=int, default=concurrency, help="requests")
+    add("--input-len", type=int, default=256, help="tokens; of text prompts the most")
+    add("--output-len", type=int, default=128, help="tokens")
+    add("--threshold", type=int, default=192, help="of the threshold mode (%(default)s)")
+    add("--through", choices=("engine", "serve"), default="engine")
+    add("--simulate-accept-length", type=float, help="SGLANG_SIMULATE_ACC_LEN of every server")
+    add("--load-format", default="auto")
+    add("--kv-tokens", type=int, help="size of each KV pool (default: what the load needs)")
+    add("--server-args", type=json.loads, default={}, metavar="JSON", help="further ServerArgs")
+    add("--commit", help="recorded; default: the repository's HEAD")
+
+
+def spec_of(options: argparse.Namespace, mode: str, **env: str) -> Spec:
+    """A server whose KV pool holds the largest load, and whose graphs cover it."""
+    from ..integration.adapters.versions import adapter_for
+
+    most = max(options.concurrency)
+    flag = adapter_for().graph_runner.flag
+    arguments = {
+        "load_format": options.load_format,
+        "max_running_requests": most,
+        flag.removeprefix("--").replace("-", "_"): most,
+        "max_total_tokens": kv_tokens(options),
+        # `max_total_tokens` alone sizes the pool; the rest is left to graphs and other servers.
+        "mem_fraction_static": 0.97,
+        **options.server_args,
+    }
+    return Spec(
+        mode=mode,
+        model_path=options.model_path,
+        draft_model_path=options.draft_model_path,
+        arguments=arguments,
+        threshold=options.threshold,
+        through=options.through,
+        accept_length=options.simulate_accept_length,
+        env=env,
+    )
+
+
+def kv_tokens(options: argparse.Namespace) -> int:
+    most = max(options.concurrency)
+    return options.kv_tokens or most * (options.input_len + options.output_len + SLACK_TOKENS)
+
+
+def vocab_size(options: argparse.Namespace) -> int:
+    config = json.loads((Path(options.model_path) / "config.json").read_text())
+    return config.get("text_config", config)["vocab_size"]
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def result_path(bench: str) -> Path:
+    """`profiling/results/<bench>_<device>_<sglang>.json`."""
+    device = device_name().split()[-1].lower()
+    return RESULTS / f"{bench}_{device}_{version('sglang')}.json"
+
+
+def provenance(options: argparse.Namespace) -> dict[str, str]:
+    """What a result says of its origin."""
+    import torch
+
+    return {
+        "device": device_name(),
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "commit": options.commit or _head(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]]),
+    }
+
+
+def _head() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    result = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+# ---- in the parent
+
+
+class ServerProcess:
+    """A server from its start to `stop`.
+
+    Args:
+        spec: of the server.
+        log: the file that takes its output.
+    """
+
+    def __init__(self, spec: Spec, log: Path) -> None:
+        self.spec, self.log = spec, log
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, json.dumps(asdict(spec))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=os.environ | spec.environment(),
+        )
+
+    def wait_until_ready(self) -> None:
+        """Return once it answers requests; `start_s` and `info` (`/server_info`) are set then.
+
+        Raises:
+            RuntimeError: the server ended; the text holds the end of its log.
+        """
+        self.info: dict[str, Any] = self._answer()
+        self.start_s = time.monotonic() - self._began
+
+    def order(self, name: str, **arguments: Any) -> Any:
+        """Call a method of `Client` there.
+
+        Raises:
+            RuntimeError: the server ended; the text holds the end of its log.
+        """
+        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def burst(self, prompts: list[list[int]], new_tokens: int) -> list[Timing]:
+        """Send all prompts at once; greedy, exactly `new_tokens` tokens each."""
+        timings = self.order("burst", prompts=prompts, new_tokens=new_tokens)
+        return [Timing(*timing) for timing in timings]
+
+    def state(self) -> dict[str, Any] | None:
+        """The fused fallback's counters now; None in other modes."""
+        return self.order("server_info")["internal_states"][0].get("fused_fallback")
+
+    def stop(self) -> None:
+        """End the server; does nothing the second time."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _answer(self) -> Any:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"{self.spec.mode} ended, see {self.log}:\n{self.log.read_text()[-3000:]}"
+            )
+        return json.loads(line)
+
+
+# ---- in the server's process
+
+
+class Client:
+    """Runs on one event loop and sends to one server."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def stream(self, prompt: list[int], sampling: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The server's chunks for one request."""
+        raise NotImplementedError
+
+    def server_info(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def start_profile(self, **arguments: Any) -> None:
+        """As `Engine.start_profile`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def burst(self, prompts: list[list[int]], new_tokens: int) -> list[Timing]:
+        async def all_at_once() -> list[Timing]:
+            return await asyncio.gather(*(self._timed(p, new_tokens) for p in prompts))
+
+        return self.loop.run_until_complete(all_at_once())
+
+    def ramp(
+        self,
+        steps: list[int],
+        seconds: float,
+        *,
+        input_len: int,
+        new_tokens: int,
+        vocab_size: int,
+        seed: int,
+    ) -> tuple[list[float], list[Timing]]:
+        """Keep `steps[i]` requests running for `seconds` each, with random prompts.
+
+        Returns:
+            When each step began, with the end of the last; and all requests.
+        """
+        import numpy
+
+        random = numpy.random.default_rng(seed)
+
+        async def run() -> tuple[list[float], list[Timing]]:
+            begins, done = [], []
+            running: set[asyncio.Task[Timing]] = set()
+            for target in steps:
+                begins.append(time.perf_counter())
+                while (left := begins[-1] + seconds - time.perf_counter()) > 0:
+                    for _ in range(target - len(running)):
+                        prompt = random.integers(3, vocab_size, input_len).tolist()
+                        running.add(asyncio.create_task(self._timed(prompt, new_tokens)))
+                    finished, running = await asyncio.wait(
+                        running, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    done += [task.result() for task in finished]
+            begins.append(time.perf_counter())
+            return begins, done + list(await asyncio.gather(*running))
+
+        return self.loop.run_until_complete(run())
+
+    async def _timed(self, prompt: list[int], new_tokens: int) -> Timing:
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+            "stream_interval": NEVER,  # one chunk for the first token, one at the end
+        }
+        begin, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
+        async for chunk in self.stream(prompt, sampling):
+            last, tokens = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
+            first = first or last
+        if tokens != new_tokens:
+            raise RuntimeError(f"{new_tokens} tokens were asked for, {tokens} came")
+        return Timing(begin, first, last, tokens)
+
+
+class EngineClient(Client):
+    """`sglang.Engine` in this process."""
+
+    def __init__(self, spec: Spec) -> None:
+        import sglang
+
+        from ..integration.flags import server_args
+
+        self._engine = sglang.Engine(server_args=server_args(**spec.server_arguments()))
+        self.loop = self._engine.loop
+        self.server_info = self._engine.get_server_info
+        self.start_profile = self._engine.start_profile
+        self.close = self._engine.shutdown
+
+    async def stream(
+        self, prompt: list[int], sampling: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        chunks = await self._engine.async_generate(
+            input_ids=prompt, sampling_params=sampling, stream=True
+        )
+        async for chunk in chunks:
+            yield chunk
+
+
+class HttpClient(Client):
+    """`sglang serve`, as a user would start it."""
+
+    def __init__(self, spec: Spec) -> None:
+        import aiohttp
+
+        arguments = spec.server_arguments()
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("sglang")), "serve", *flags(arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            start_new_session=True,
+        )
+        self._url = f"http://127.0.0.1:{arguments['port']}"
+        self.loop = asyncio.new_event_loop()
+
+        async def session() -> aiohttp.ClientSession:
+            return aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
+            )
+
+        self._session = self.loop.run_until_complete(session())
+        self.loop.run_until_complete(self._wait_until_healthy())
+
+    async def _wait_until_healthy(self) -> None:
+        import aiohttp
+
+        while self._process.poll() is None:
+            try:
+                async with self._session.get(f"{self._url}/health") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+        raise RuntimeError(f"sglang serve ended with exit code {self._process.returncode}")
+
+    async def stream(
+        self, prompt: list[int], sampling: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        async with self._session.post(f"{self._url}/generate", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
+        async with self._session.request(method, self._url + path, json=body) as response:
+            response.raise_for_status()
+            return await response.text()
+
+    def server_info(self) -> dict[str, Any]:
+        return json.loads(self.loop.run_until_complete(self._ask("GET", "/server_info")))
+
+    def start_profile(self, **arguments: Any) -> None:
+        self.loop.run_until_complete(self._ask("POST", "/start_profile", arguments))
+
+    def close(self) -> None:
+        from ..integration.demo.servers import kill_group
+
+        self.loop.run_until_complete(self._session.close())
+        kill_group(self._process)
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """`ServerArgs` by name as command line flags."""
+    texts = []
+    for name, value in arguments.items():
+        if value is False or value is None:
+            continue
+        texts.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list):
+            texts += map(str, value)
+        elif value is not True:
+            texts.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return texts
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed, here or by SGLang's processes, goes to the log
+    spec = Spec(**json.loads(sys.argv[1]))
+    client = (HttpClient if spec.through == "serve" else EngineClient)(spec)
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value, default=str), file=answers, flush=True)
+
+    try:
+        answer(client.server_info())
+        for line in sys.stdin:
+            name, arguments = json.loads(line)
+            call: Callable[..., Any] = getattr(client, name)
+            answer(call(**arguments))
+    finally:
+        client.close()
+
+
+if __name__ == "__main__":
+    main()
