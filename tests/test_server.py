@@ -240,6 +240,26 @@ def test_cold_loses_acceptance() -> None:
     assert cold.mean_accept_len(after_off=True) < 0.9 * warm.mean_accept_len(after_off=True)
 
 
+@pytest.mark.skipif(not TRITON_RELEASE, reason="only spec v1 packs the rows of its draft extend")
+def test_a_catch_up_leaves_out_the_graph_that_misreads_its_rows() -> None:
+    class Graphs:
+        asked = 0
+
+        def can_run(self, forward_batch: Any) -> bool:
+            self.asked += 1
+            return False
+
+    with Server(script=SCRIPTS["every other step"]) as server:
+        worker = server.scheduler.draft_worker
+        worker.cuda_graph_runner_for_draft_extend = graphs = Graphs()
+        one(server)
+        server.drain()
+        statistics = server.fallback.statistics
+    assert worker.cuda_graph_runner_for_draft_extend is graphs
+    assert 0 < graphs.asked <= statistics.steps_on
+    assert statistics.catch_ups >= 10
+
+
 # ---- what a request can ask for, across flips
 
 ACROSS_FLIPS = SCRIPTS["every other step"]

@@ -7,7 +7,7 @@ everything about the requests that `EagleVerifyInput.verify` does when speculati
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,13 +59,18 @@ class EagleWorkerV1(Adapter):
     def _decode_off(self, batch: ScheduleBatch) -> GenerationBatchResult:
         seq_lens = batch.seq_lens
         result = self._run_target(batch)
+        # The host waits for the tokens alone; what follows runs while it processes them.
+        token_ids = result.next_token_ids.to("cpu", non_blocking=True)
+        sampled = torch.get_device_module(seq_lens.device).Event()
+        sampled.record()
         draft_input = self._draft_step(batch, result, seq_lens)
-        tokens = result.next_token_ids.tolist()
+        sampled.synchronize()
+        tokens = token_ids.tolist()
         for req, token in zip(batch.reqs, tokens, strict=True):
             _append(req, token, batch.model_config.think_end_id)
         if batch.return_logprob:
             _append_logprobs(batch.reqs, tokens, result.logits_output)
-        self._keep_unfinished(batch, draft_input)
+        self._keep_unfinished(batch, draft_input, tokens)
         result.num_correct_drafts_per_req_cpu = [0] * len(tokens)
         result.speculative_num_draft_tokens = 1  # marks an off step for the metrics
         return result
@@ -89,15 +94,17 @@ class EagleWorkerV1(Adapter):
         with self.graphs.in_place_of_verify(self.target):
             return self.worker.target_worker.forward_batch_generation(model_worker_batch)
 
-    def _keep_unfinished(self, batch: ScheduleBatch, draft_input: Any) -> None:
+    def _keep_unfinished(self, batch: ScheduleBatch, draft_input: Any, tokens: list[int]) -> None:
         """The scheduler drops finished requests from the batch, but takes the draft input as is."""
-        unfinished = [i for i, req in enumerate(batch.reqs) if not req.finished()]
-        if not unfinished:
+        kept = [t for req, t in zip(batch.reqs, tokens, strict=True) if not req.finished()]
+        if not kept:
             self.worker._draft_preprocess_idle(batch)
             return
-        if len(unfinished) < len(batch.reqs):
-            rows = torch.tensor(unfinished, device=batch.seq_lens.device)
-            draft_input.filter_batch(rows, has_been_filtered=False)
+        if len(kept) < len(tokens):
+            bonus_tokens = torch.tensor(kept).to(batch.seq_lens.device, non_blocking=True)
+            draft_input.bonus_tokens = bonus_tokens
+            for name in ("topk_p", "topk_index", "hidden_states"):  # the same in every row
+                setattr(draft_input, name, getattr(draft_input, name)[: len(kept)])
         batch.spec_info = draft_input
 
     def _draft_extend(
@@ -107,7 +114,7 @@ class EagleWorkerV1(Adapter):
         from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
         ones = torch.ones(len(pending), dtype=torch.int32, device=batch.seq_lens.device)
-        with restored(batch), self._draft_context():
+        with restored(batch), self._draft_context(), self._without_triton_graph():
             batch.out_cache_loc = self._slots(batch, 1, pending).flatten()
             batch.spec_info = EagleDraftExtendInput(
                 hidden_states=self.fallback.kept_hidden_states[batch.req_pool_indices.long()],
@@ -120,6 +127,24 @@ class EagleWorkerV1(Adapter):
                 req_pool_indices=batch.req_pool_indices,
             )
             return self.worker.forward_draft_extend_after_decode(batch)
+
+    @contextlib.contextmanager
+    def _without_triton_graph(self) -> Iterator[None]:
+        """Run the draft extend eagerly where its attention is Triton's.
+
+        The graph's attention takes `num_steps + 1` rows for a request's, but the worker packs what
+        was accepted: a request would attend to another's KV, as it does while speculation is on.
+        """
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        worker = self.worker
+        graphs = worker.cuda_graph_runner_for_draft_extend
+        if isinstance(worker.draft_extend_attn_backend, TritonAttnBackend):
+            worker.cuda_graph_runner_for_draft_extend = None
+        try:
+            yield
+        finally:
+            worker.cuda_graph_runner_for_draft_extend = graphs
 
     def _draft_runner(self) -> Any:
         return self.worker.model_runner
@@ -175,7 +200,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Call(f"{MODULE}.EAGLEWorker.forward_draft_extend_after_decode", "batch"),
     Call(f"{MODULE}.EAGLEWorker._draft_preprocess_idle", "batch"),
-    Attributes(f"{MODULE}.EAGLEWorker", "target_worker model_runner topk draft_tp_context"),
+    Attributes(
+        f"{MODULE}.EAGLEWorker",
+        "target_worker model_runner topk draft_tp_context draft_extend_attn_backend "
+        "cuda_graph_runner_for_draft_extend",
+    ),
+    Call(
+        "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.init_forward_metadata",
+        "forward_batch",
+    ),
     Call(f"{TP_WORKER}.forward_batch_generation", "model_worker_batch"),
     Call("sglang.srt.mem_cache.common.alloc_for_decode", "batch", "token_per_req"),
     Call(f"{SCHEDULE_BATCH}.ScheduleBatch.get_model_worker_batch"),
@@ -212,7 +245,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         "hidden_states num_correct_drafts num_accept_tokens num_accept_tokens_cpu input_ids "
         "seq_lens seq_lens_cpu req_pool_indices",
     ),
-    Call(f"{EAGLE_INFO}.EagleDraftInput.filter_batch", "new_indices", "has_been_filtered"),
     Attributes(MODEL_RUNNER, "tp_group"),
     *SYMBOLS_OF_ADAPTER,
     *metrics.SYMBOLS_OF_SPEC_V1,
