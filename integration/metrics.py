@@ -16,11 +16,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Hook(f"{REPORTER}.update_spec_metrics"),
     Hook(f"{REPORTER}.report_decode_stats"),
     Attributes(PROCESSOR, "metrics_reporter"),
-    Attributes(
-        REPORTER,
-        "spec_num_forward_ct spec_num_accept_tokens "
-        "spec_total_num_forward_ct spec_total_num_accept_tokens",
-    ),
+    Attributes(REPORTER, "scheduler spec_num_forward_ct"),
+    Attributes("sglang.srt.managers.scheduler.Scheduler", "spec_algorithm"),
     Attributes(REQ, "spec_verify_ct spec_correct_drafts_histogram"),
 )
 
@@ -29,11 +26,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SYMBOLS_OF_SCHEDULER: tuple[Symbol, ...] = (
     Hook(f"{SCHEDULER}.update_spec_metrics"),
     Hook(f"{SCHEDULER}.report_decode_stats"),
-    Attributes(
-        SCHEDULER,
-        "spec_num_forward_ct spec_num_accept_tokens "
-        "spec_total_num_forward_ct spec_total_num_accept_tokens",
-    ),
+    Attributes(SCHEDULER, "spec_num_forward_ct spec_algorithm"),
 )
 SYMBOLS_OF_0512: tuple[Symbol, ...] = (
     Hook(f"{SCHEDULER}._resolve_spec_overlap_tokens", "result batch"),
@@ -77,42 +70,37 @@ def leave_out_of_server(update: Callable[..., None], reporter: Any, *args: Any, 
         update(reporter, *args, **kw)
 
 
-def report_without_division_by_zero(
+def report_speculation_only_where_there_was_some(
     report: Callable[..., Any], reporter: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Log an accept length of 0.00 where no step of the interval speculated.
+    """Log no accept length, as without speculation, where no step of the interval speculated.
 
     `report_decode_stats` divides by the interval's verify steps, which is never 0 in stock SGLang.
-    0.5.12.post1 takes correct drafts for the difference between accept tokens and steps, and logs
-    a length of 1.00.
     """
     if reporter.spec_num_forward_ct:
         return report(reporter, *args, **kwargs)
-    totals = ("spec_total_num_forward_ct", "spec_total_num_accept_tokens")
-    before = {name: getattr(reporter, name) for name in totals}
-    reporter.spec_num_forward_ct = 1
-    if not hasattr(reporter, "spec_num_correct_drafts"):
-        reporter.spec_num_accept_tokens = 1
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    scheduler = getattr(reporter, "scheduler", reporter)  # itself in 0.5.12.post1
+    algorithm, scheduler.spec_algorithm = scheduler.spec_algorithm, SpeculativeAlgorithm.NONE
     try:
         return report(reporter, *args, **kwargs)
     finally:
-        reporter.spec_num_forward_ct = reporter.spec_num_accept_tokens = 0
-        for name, value in before.items():
-            setattr(reporter, name, value)
+        scheduler.spec_algorithm = algorithm
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{PROCESSOR}._resolve_spec_v2_tokens": leave_out_of_request,
     f"{REPORTER}.update_spec_metrics": leave_out_of_server,
-    f"{REPORTER}.report_decode_stats": report_without_division_by_zero,
+    f"{REPORTER}.report_decode_stats": report_speculation_only_where_there_was_some,
 }
 HOOKS_OF_0512: dict[str, Callable[..., Any]] = {
     f"{SCHEDULER}._resolve_spec_overlap_tokens": leave_out_of_request,
     f"{SCHEDULER}.update_spec_metrics": leave_out_of_server,
-    f"{SCHEDULER}.report_decode_stats": report_without_division_by_zero,
+    f"{SCHEDULER}.report_decode_stats": report_speculation_only_where_there_was_some,
 }
 HOOKS_OF_SPEC_V1: dict[str, Callable[..., Any]] = {
     f"{SCHEDULER}.process_batch_result_decode": note_mode,
     f"{SCHEDULER}.update_spec_metrics": leave_out_of_server,
-    f"{SCHEDULER}.report_decode_stats": report_without_division_by_zero,
+    f"{SCHEDULER}.report_decode_stats": report_speculation_only_where_there_was_some,
 }

@@ -7,6 +7,7 @@ proposals, accept lengths and the draft's KV those of the second.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -381,11 +382,22 @@ def test_metrics_speak_of_speculation_alone(overlap: bool) -> None:
 
 
 @each_worker
-def test_log_interval_without_a_speculative_step(overlap: bool) -> None:
-    with Server(script=SCRIPTS["always"], decode_log_interval=4, overlap=overlap) as server:
+def test_an_interval_without_a_speculative_step_logs_no_accept_length(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = SCRIPTS["eight steps"]
+    with (
+        Server(script=script, decode_log_interval=1, log_level="info", overlap=overlap) as server,
+        caplog.at_level(logging.INFO, "sglang"),
+    ):
         server.submit("a", encode(PROMPTS["a"]), 40)
         recording = server.drain()
-    assert not recording.accept_lens
+    lines = [r.getMessage() for r in caplog.records if "Decode batch" in r.getMessage()]
+    logged = [re.search(r"accept len: ([\d.]+)", line) for line in lines]
+    off = len(recording.off_steps)
+    assert [match for match in logged if not match] == [None] * off
+    lengths = [float(match[1]) for match in logged if match]
+    assert lengths == pytest.approx(list(recording.accept_lens.values()))
 
 
 def test_state_is_reported() -> None:

@@ -20,6 +20,7 @@ import aiohttp
 HOST = "127.0.0.1"
 PORTS = range(21000, 29000)  # below the ports that Linux hands out to outgoing connections
 LOG_LINES = 30  # of a dead server's log, in the error
+# of a step that speculated: others have no accept length
 DECODE_LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*accept len: ([\d.]+)")
 
 
@@ -168,8 +169,7 @@ class Server:
         count, tokens = self._verifications.count, self._verifications.tokens
         for line in DECODE_LINE.finditer(text.decode(errors="replace")):
             running, accept_length = int(line[1]), float(line[2])
-            if accept_length:  # 0.00 for a step that did not speculate
-                count, tokens = count + running, tokens + running * accept_length
+            count, tokens = count + running, tokens + running * accept_length
         self._verifications = Verifications(count, tokens)
         return self._verifications
 
