@@ -21,6 +21,7 @@ aiohttp = pytest.importorskip("aiohttp")
 
 from fused_fallback.integration.demo import report  # noqa: E402
 from fused_fallback.integration.demo.demo import parse_args  # noqa: E402
+from fused_fallback.integration.demo.environment import VERSIONS  # noqa: E402
 from fused_fallback.integration.demo.load import (  # noqa: E402
     PROMPT_CHARACTERS,
     Answer,
@@ -40,7 +41,7 @@ from fused_fallback.integration.demo.servers import (  # noqa: E402
 )
 
 DEMO = Path(__file__).parents[1] / "integration" / "demo" / "demo.py"
-ANSWER = Answer(prompt=0, concurrency=1, text="pass\n", tokens=3, finish_reason="length")
+ANSWER = Answer(prompt=0, concurrency=1, text="pass\n", token_ids=(5, 6, 7), finish_reason="length")
 BEGIN = Sample(seconds=0.0, target=1, running=1, tokens=0, verifications=Verifications(), off=False)
 
 needs_permission = pytest.mark.skipif(
@@ -52,9 +53,10 @@ needs_permission = pytest.mark.skipif(
 # ---- options and load
 
 
-def test_options() -> None:
-    options = parse_args(["--concurrency", "12", "--sglang", "0.5.17", "--venv", "there"])
-    assert (options.concurrency, options.sglang, options.venv) == (12, "0.5.17", Path("there"))
+@pytest.mark.parametrize("sglang", VERSIONS)
+def test_options(sglang: str) -> None:
+    options = parse_args(["--concurrency", "12", "--sglang", sglang, "--venv", "there"])
+    assert (options.concurrency, options.sglang, options.venv) == (12, sglang, Path("there"))
 
 
 @pytest.mark.parametrize(
@@ -110,16 +112,50 @@ def test_prompts_are_whole_lines_from_all_sources() -> None:
 
 def test_equal_answers() -> None:
     comparison = report.compare([ANSWER, replace(ANSWER, concurrency=16)], [ANSWER])
-    assert comparison == report.Comparison(answers=2, differences=[], unstable=[])
+    assert comparison == report.Comparison(2, near_ties=[], differences=[], unstable=[])
+    assert comparison.equal == 2
 
 
 @pytest.mark.parametrize(
-    "change", [{"text": "pass"}, {"tokens": 4}, {"finish_reason": "stop"}, {"prompt": 1}]
+    "change",
+    [{"text": "pass"}, {"token_ids": (5, 6)}, {"finish_reason": "stop"}, {"prompt": 1}],
 )
 def test_a_difference_is_found(change: dict[str, Any]) -> None:
-    comparison = report.compare([ANSWER, replace(ANSWER, **change)], [ANSWER])
-    assert len(comparison.differences) == 1
-    assert comparison.differences[0]["prompt"] == change.get("prompt", 0)
+    for likeliest in ([], [replace(ANSWER, likeliest=TIED)]):
+        other = replace(ANSWER, **change)
+        comparison = report.compare([ANSWER, other], [ANSWER], likeliest)
+        assert len(comparison.differences) == 1 and not comparison.near_ties
+        assert comparison.differences[0]["prompt"] == change.get("prompt", 0)
+        assert comparison.equal == 1
+
+
+TIED = (((-0.1, 5), (-3.0, 9)), ((-0.7, 6), (-0.75, 8)), ((-0.2, 7), (-2.0, 6)))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "excused"),
+    [
+        ((5, 8, 1), True),  # the second likeliest where they nearly tie, and anything after it
+        ((5, 9, 7), False),  # a third token there
+        ((9, 6, 7), False),  # the second likeliest, far behind
+    ],
+)
+def test_a_near_tie_has_to_be_shown(token_ids: tuple[int, ...], excused: bool) -> None:
+    other = replace(ANSWER, token_ids=token_ids, text="x", concurrency=8)
+    comparison = report.compare([other], [ANSWER], [replace(ANSWER, likeliest=TIED)])
+    assert (len(comparison.near_ties), len(comparison.differences)) == (excused, not excused)
+    if excused:
+        (tie,) = comparison.near_ties
+        assert (tie["prompt"], tie["running"], tie["position"]) == (0, 8, 1)
+        assert tie["margin"] == pytest.approx(0.05)
+    assert not report.compare([other], [ANSWER]).near_ties
+
+
+def test_a_tied_token_the_other_way_round() -> None:
+    """The reference itself may have taken the second likeliest by a rounding error."""
+    reference = replace(ANSWER, token_ids=(5, 8, 7), likeliest=TIED)
+    comparison = report.compare([ANSWER], [replace(ANSWER, prompt=1)], [reference])
+    assert len(comparison.near_ties) == 1
 
 
 def test_a_reference_with_two_answers_is_named() -> None:
@@ -183,6 +219,7 @@ def record() -> dict[str, Any]:
     return {
         **{"sglang": "0.5.23", "device": "a CPU", "threshold": 8, "resume": 4, "num_steps": 3},
         **{"answers": 15, "answers_equal": 15, "flips": 2, "differences": [], "failures": []},
+        **{"near_ties": [], "dtype": "bfloat16"},
         "prompts_with_two_reference_answers": [],
         "phases": report.summarise(phases, phases),
         "samples": report.rates(taken),
@@ -249,6 +286,12 @@ def test_verdict() -> None:
         "15 of 15 answers equal those of the server without speculation; 2 flips",
         "passed",
     ]
+    ties = [{"prompt": 1, "running": 8, "position": 4, "margin": m} for m in (0.01, 0.0625)]
+    assert report.verdict(record() | {"near_ties": ties, "answers_equal": 13}).splitlines()[:2] == [
+        "13 of 15 answers equal those of the server without speculation; 2 flips",
+        "2 leave them where the two likeliest tokens nearly tie in bfloat16: "
+        "log probabilities at most 0.062 apart, 0.125 allowed",
+    ]
     difference = {"prompt": 3, "running": 8, "answer": "x", "expected": ["y"]}
     bad = record() | {"differences": [difference], "failures": ["an answer differs"]}
     text = report.verdict(bad)
@@ -267,7 +310,8 @@ def test_verifications_are_read_from_the_log(tmp_path: Path) -> None:
         log.write(line.format(1, "4.00") + "a prefill\n" + line.format(4, "2.50")[:60])
         log.flush()
         assert server.verifications() == Verifications(1, 4.0)
-        log.write(line.format(4, "2.50")[60:] + line.format(16, "0.00"))
+        off = line.format(16, "0.00").replace("accept len: 0.00, accept rate: 1.00, ", "")
+        log.write(line.format(4, "2.50")[60:] + off)
         log.flush()
         assert server.verifications() == Verifications(5, 14.0)
     assert server.verifications() == Verifications(5, 14.0)

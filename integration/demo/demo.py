@@ -6,7 +6,7 @@
 It makes a virtual environment with stock SGLang, for the GPU where there is one and for the CPU
 otherwise. Then two servers run one after the other under the same load: one without speculation,
 one with the EAGLE-3 pair and the fused fallback. Every answer of the second has to equal that of
-the first; the exit code says whether it does.
+the first, but for near ties of two tokens in bfloat16; the exit code says whether it does.
 """
 
 # This file needs the standard library alone: it sets the environment up and hands over to run.py.
@@ -37,7 +37,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--sglang", choices=("0.5.23", "0.5.17"), default="0.5.23", help="version (%(default)s)")
+    versions = ("0.5.23", "0.5.17", "0.5.12.post1")
+    add("--sglang", choices=versions, default=versions[0], help="version (%(default)s)")
     add(
         "--out",
         type=Path,

@@ -7,8 +7,9 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -33,19 +34,22 @@ class Answer:
     Args:
         prompt: its number in the list of prompts.
         concurrency: the load when it was sent.
-        finish_reason: OpenAI's word, "length" or "stop".
+        token_ids: of `text`.
+        finish_reason: "length" or "stop".
+        likeliest: by position, the two likeliest tokens as (log probability, id), where asked for.
     """
 
     prompt: int
     concurrency: int
     text: str
-    tokens: int
+    token_ids: tuple[int, ...]
     finish_reason: str | None
+    likeliest: tuple[tuple[tuple[float, int], ...], ...] = ()
 
     @property
-    def content(self) -> tuple[str, int, str | None]:
+    def content(self) -> tuple[str, tuple[int, ...], str | None]:
         """What has to equal another server's answer."""
-        return self.text, self.tokens, self.finish_reason
+        return self.text, self.token_ids, self.finish_reason
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def prompts(sources: Iterable[str], num: int, max_tokens: int) -> list[Prompt]:
 
 @dataclass
 class Load:
-    """Streams prompts through a server's OpenAI endpoint, as many at a time as asked for.
+    """Streams prompts through a server's `/generate`, as many at a time as asked for.
 
     Args:
         show: called after each sample with all of them.
@@ -161,6 +165,15 @@ class Load:
             while len(self._tasks) >= concurrency:
                 await self._collect(None)
         await self.finish()
+
+    async def likeliest(self) -> list[Answer]:
+        """Every prompt's answer, one request at a time, with the two likeliest tokens."""
+        answers = []
+        for number in range(len(self.prompts)):
+            async for answer in self._stream(number, return_logprob=True, top_logprobs_num=2):
+                last = answer
+            answers.append(_answer(number, 1, last))
+        return answers
 
     async def finish(self) -> None:
         """Wait for all answers."""
@@ -216,37 +229,50 @@ class Load:
             self.answers.append(task.result())
 
     async def _request(self, number: int, concurrency: int) -> Answer:
+        answer: dict[str, Any] = {}
+        tokens = 0
+        async for answer in self._stream(number):
+            received = answer["meta_info"]["completion_tokens"]
+            self.tokens, tokens = self.tokens + received - tokens, received
+        return _answer(number, concurrency, answer)
+
+    async def _stream(self, number: int, **further: Any) -> AsyncIterator[dict[str, Any]]:
+        """The answer to a prompt as it grows."""
         prompt = self.prompts[number]
         body = {
-            "model": "default",
-            "prompt": prompt.text,
-            "max_tokens": prompt.max_tokens,
-            "temperature": 0,
+            "text": prompt.text,
+            "sampling_params": {"temperature": 0, "max_new_tokens": prompt.max_tokens},
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **further,
         }
-        text, tokens, finish_reason = "", 0, None
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
         try:
             async with self.session.post(
-                f"{self.server.url}/v1/completions", json=body, timeout=timeout
+                f"{self.server.url}/generate", json=body, timeout=timeout
             ) as response:
                 response.raise_for_status()
                 async for line in response.content:
-                    if not line.startswith(b"data: {"):
-                        continue
-                    chunk = json.loads(line.removeprefix(b"data: "))
-                    received = chunk["usage"]["completion_tokens"]
-                    self.tokens, tokens = self.tokens + received - tokens, received
-                    for choice in chunk["choices"]:
-                        text += choice["text"]
-                        finish_reason = choice["finish_reason"] or finish_reason
-        except (aiohttp.ClientError, TimeoutError, KeyError) as error:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line.removeprefix(b"data: "))
+        except (aiohttp.ClientError, TimeoutError) as error:
             self.server.fail(f"did not answer prompt {number} ({error!r})")
-        return Answer(number, concurrency, text, tokens, finish_reason)
 
     async def _sample_forever(self) -> None:
         while True:
             self.samples.append(await self.sample())
             self.show(self.samples)
             await asyncio.sleep(SAMPLE_SECONDS)
+
+
+def _answer(number: int, concurrency: int, answer: dict[str, Any]) -> Answer:
+    """What the last chunk of a stream holds."""
+    meta_info = answer["meta_info"]
+    likeliest = meta_info.get("output_top_logprobs") or ()
+    return Answer(
+        prompt=number,
+        concurrency=concurrency,
+        text=answer["text"],
+        token_ids=tuple(answer["output_ids"]),
+        finish_reason=(meta_info["finish_reason"] or {}).get("type"),
+        likeliest=tuple(tuple((p, token) for p, token, *_ in top) for top in likeliest),
+    )

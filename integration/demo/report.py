@@ -24,6 +24,7 @@ HEADINGS = (
 BLUE, ORANGE, GREEN, GREY, SHADE = "#1f5fa8", "#d9822b", "#3a8f4d", "#666666", "#f3e3cf"
 WINDOW_SECONDS = 1.0  # of the rates in the picture and in the status line
 LABEL_SHARE = 0.1  # of the picture's width that a period must have to be labelled
+NEAR_TIE = 0.125  # of two log probabilities in bfloat16, arbitrary
 
 
 # ------------------------------------------------------------------------------------------ answers
@@ -35,35 +36,69 @@ class Comparison:
 
     Args:
         answers: how many were compared.
-        differences: those that equal no reference answer to their prompt.
+        near_ties: those that leave the reference at a near tie of its two likeliest tokens.
+        differences: those that equal no reference answer to their prompt otherwise.
         unstable: prompts that the server without speculation itself answered in two ways.
     """
 
     answers: int
+    near_ties: list[dict[str, Any]]
     differences: list[dict[str, Any]]
     unstable: list[int]
 
+    @property
+    def equal(self) -> int:
+        return self.answers - len(self.near_ties) - len(self.differences)
 
-def compare(answers: Iterable[Answer], reference: Iterable[Answer]) -> Comparison:
-    """Compare text, number of tokens and finish reason of every answer."""
+
+def compare(
+    answers: Iterable[Answer], reference: Iterable[Answer], likeliest: Iterable[Answer] = ()
+) -> Comparison:
+    """Compare text, tokens and finish reason of every answer.
+
+    Args:
+        answers: to be compared.
+        reference: answers without speculation, any number to a prompt.
+        likeliest: more of those, with the two likeliest tokens, where a near tie may decide.
+    """
+    by_prompt = {answer.prompt: answer for answer in likeliest}
     expected: dict[int, list[Answer]] = {}
-    for answer in reference:
+    for answer in (*reference, *by_prompt.values()):
         known = expected.setdefault(answer.prompt, [])
         if answer.content not in [other.content for other in known]:
             known.append(answer)
-    answers = list(answers)
-    differences = [
-        {
-            "prompt": answer.prompt,
-            "running": answer.concurrency,
-            "answer": answer.text,
-            "expected": [other.text for other in expected.get(answer.prompt, [])],
-        }
-        for answer in answers
-        if answer.content not in [other.content for other in expected.get(answer.prompt, [])]
-    ]
+    answers, near_ties, differences = list(answers), [], []
+    for answer in answers:
+        known = expected.get(answer.prompt, [])
+        if answer.content in [other.content for other in known]:
+            continue
+        found = {"prompt": answer.prompt, "running": answer.concurrency}
+        tie = near_tie(answer, by_prompt.get(answer.prompt))
+        if tie:
+            near_ties.append(found | tie)
+        else:
+            expected_texts = [other.text for other in known]
+            differences.append(found | {"answer": answer.text, "expected": expected_texts})
     unstable = sorted(prompt for prompt, known in expected.items() if len(known) > 1)
-    return Comparison(len(answers), differences, unstable)
+    return Comparison(len(answers), near_ties, differences, unstable)
+
+
+def near_tie(answer: Answer, reference: Answer | None) -> dict[str, Any] | None:
+    """Where and by what margin an answer leaves the reference; None if not at a near tie.
+
+    It has to go on with the reference's second likeliest token.
+    """
+    if reference is None:
+        return None
+    pairs = enumerate(zip(answer.token_ids, reference.token_ids, strict=False))
+    position = next((i for i, (own, other) in pairs if own != other), None)
+    if position is None:
+        return None
+    (first, token), (second, other_token) = reference.likeliest[position]
+    taken = {answer.token_ids[position], reference.token_ids[position]}
+    if taken != {token, other_token} or first - second >= NEAR_TIE:
+        return None
+    return {"position": position, "margin": first - second}
 
 
 def problems(comparison: Comparison, final: Sample) -> list[str]:
@@ -294,5 +329,11 @@ def verdict(record: dict[str, Any]) -> str:
         f"{record['answers_equal']} of {record['answers']} answers equal those of the server "
         f"without speculation; {record['flips']} flips"
     )
+    if record["near_ties"]:
+        margin = max(tie["margin"] for tie in record["near_ties"])
+        lines.append(
+            f"{len(record['near_ties'])} leave them where the two likeliest tokens nearly tie in "
+            f"{record['dtype']}: log probabilities at most {margin:.3f} apart, {NEAR_TIE} allowed"
+        )
     lines += [f"FAILED: {failure}" for failure in record["failures"]] or ["passed"]
     return "\n".join(lines)
