@@ -1,116 +1,329 @@
-"""The shipped pair on a GPU: CUDA graphs, overlap scheduling, and every flip's tokens."""
+"""The shipped pair in real servers across flips: answers, and accept lengths after a flip.
+
+On a GPU with CUDA graphs, in bfloat16, with each attention backend, with overlap scheduling and
+without; elsewhere once, small. All servers are up at the same time. Where the environment variable
+FUSED_FALLBACK_RESULTS names a folder, it gets the figures as `pair_<device>_<sglang>.json`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang_server import PAIR, SPECULATIVE
+from engine_process import Answer, Engine, Step
+from sglang_server import PAIR, SGLANG, SPECULATIVE, TRITON_RELEASE, cpu_backends
 from test_server import PROMPTS, encode
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA GPU, for CUDA graphs and overlap scheduling"
+ON_GPU = torch.cuda.is_available()
+SETTINGS = (
+    [(backend, overlap) for backend in ("fa3", "triton", "flashinfer") for overlap in (True, False)]
+    if ON_GPU
+    else [("cpu", not TRITON_RELEASE)]
 )
-
-NUM_PROMPTS, WAVES = 64, 11
+"""Attention backend and overlap scheduling; the latter selects the worker on 0.5.12.post1."""
+NUM_PROMPTS = 64
+NUM_WAVES = 12 if ON_GPU else 1  # two flips each
+OFF_FROM, ON_AGAIN = 8, 6
+SHORT, LONG = range(20, 40, 2), 80  # output tokens; the long requests live through both flips
+STEPS = 8  # after a flip
 NEAR_TIE = 0.125  # of two log probabilities in bfloat16, arbitrary
-ENGINE = """
-import json, sys
-import sglang
-from fused_fallback.integration.flags import server_args
-
-if __name__ == "__main__":
-    options, waves = json.loads(sys.stdin.read())
-    engine = sglang.Engine(server_args=server_args(**options))
-    answers, margins = [], []
-    for prompts, lengths in waves:
-        sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in lengths]
-        for output in engine.generate(
-            input_ids=prompts, sampling_params=sampling, return_logprob=True, top_logprobs_num=2
-        ):
-            answers.append(output["output_ids"])
-            tops = output["meta_info"]["output_top_logprobs"]
-            margins.append([first[0] - second[0] for first, second in tops])
-    state = engine.get_server_info()["internal_states"][0]
-    accept_length = state.get("avg_spec_accept_length")
-    print(json.dumps([answers, margins, state.get("fused_fallback"), accept_length]))
-    engine.shutdown()
-"""
+SKIP_DRAFT = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+FIRST_PORT, PORTS = 18000, 1100  # SGLang takes ports up to 1000 above its own
 
 
-def waves() -> list[tuple[list[list[int]], list[int]]]:
-    """Waves of requests of which most end early: each crosses the threshold down and up again."""
+@dataclass(frozen=True)
+class Wave:
+    """Requests sent at once: ten short ones, then those that are left when speculation is on."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+
+def waves() -> list[Wave]:
     texts = [f"# {i}\n{PROMPTS['abcd'[i % 4]]}" for i in range(NUM_PROMPTS)]
-    lengths = [20, 24, 28, 32, 36, 40, 44, 120]
-    starts = [8 * wave % NUM_PROMPTS for wave in range(WAVES)]
-    return [([encode(t) for t in texts[i : i + 8]], lengths) for i in starts]
+    prompts = [encode(text) for text in texts]
+    lengths = [*SHORT, *[LONG] * ON_AGAIN]
+    starts = [len(lengths) * wave % NUM_PROMPTS for wave in range(NUM_WAVES)]
+    return [Wave(prompts[i : i + len(lengths)], lengths) for i in starts]
 
 
-def run(tmp_path: Path, **options: Any) -> Any:
-    tmp_path.mkdir()
-    program = tmp_path / "engine.py"
-    program.write_text(ENGINE)
-    arguments = {
-        "model_path": str(PAIR / "target"),
-        "max_running_requests": 16,
-        "max_total_tokens": 16384,
-        "context_length": 1024,
-        "log_level": "info",
-        **options,
-    }
-    ended = subprocess.run(
-        [sys.executable, program],
-        input=json.dumps([arguments, waves()]),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    log = ended.stderr + ended.stdout
-    assert ended.returncode == 0, log[-4000:]
-    return *json.loads(ended.stdout.strip().splitlines()[-1]), log
-
-
-def first_differences(plain: list[list[int]], other: list[list[int]]) -> list[tuple[int, int]]:
-    """(request, position) where each unequal answer leaves the plain one."""
-    assert [len(answer) for answer in plain] == [len(answer) for answer in other]
+def in_turn(engine: Engine, *, tops: bool = False) -> list[Answer]:
     return [
-        (request, next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y))
-        for request, (a, b) in enumerate(zip(plain, other, strict=True))
-        if a != b
+        answer
+        for wave in waves()
+        for answer in engine.generate(wave.prompts, wave.lengths, tops=tops)
     ]
 
 
-@pytest.mark.parametrize("attention_backend", ["fa3", "triton"])
-def test_tokens_are_those_of_no_speculation_across_flips(
-    tmp_path: Path, attention_backend: str
-) -> None:
-    """In bfloat16: an answer may leave the plain server's only where its two top logits tie."""
-    fallback = {
-        "speculative_fused_fallback": True,
-        "speculative_fused_fallback_threshold": 4,
-        "speculative_fused_fallback_min_steps": 2,
+# ---- the servers
+
+
+def common_arguments(backend: str, overlap: bool) -> dict[str, Any]:
+    arguments = {
+        "model_path": str(PAIR / "target"),
+        "skip_tokenizer_init": True,
+        "max_running_requests": 2 * OFF_FROM,
+        "max_total_tokens": 16384,
+        "context_length": 1024,
+        "random_seed": 1,
+        "log_level": "info",
+        "disable_overlap_schedule": not overlap,
     }
-    options = {"attention_backend": attention_backend}
-    with ThreadPoolExecutor() as threads:
-        server = threads.submit(run, tmp_path / "plain", port=31000, **options)
-        other = threads.submit(
-            run, tmp_path / "other", port=31500, **options, **SPECULATIVE, **fallback
-        )
-        plain, margins, _, _, _ = server.result()
-        answers, _, state, accept_length, log = other.result()
-    differences = first_differences(plain, answers)
-    print(state, accept_length, [(r, i, margins[r][i]) for r, i in differences])
-    for request, position in differences:
-        assert margins[request][position] < NEAR_TIE, f"request {request}, position {position}"
-    assert len(differences) < len(plain) / 4
-    assert state["flips"] >= 20
-    assert state["steps_off"] > 100
-    assert state["steps_on"] > 100
-    assert accept_length > 2
-    assert "graphs up to 16 requests" in log
+    if not ON_GPU:
+        small = {"device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
+        return arguments | small | cpu_backends()
+    prefill_graph = (
+        "disable_piecewise_cuda_graph" if TRITON_RELEASE else "disable_prefill_cuda_graph"
+    )
+    return arguments | {
+        "dtype": "bfloat16",
+        "attention_backend": backend,
+        "mem_fraction_static": 0.8,  # of what others leave; max_total_tokens is far less
+        prefill_graph: True,
+    }
+
+
+class Servers:
+    """All servers that the selected settings need, started at once; each runs the waves."""
+
+    def __init__(self, folder: Path, settings: Sequence[tuple[str, bool]]) -> None:
+        self.folder = folder
+        self.engines: dict[tuple[str, str, bool], Engine] = {}
+        self._answers: dict[tuple[str, str, bool], Future[list[Answer]]] = {}
+        step0 = {"1": {"candidate_steps": [3]}, str(ON_AGAIN + 1): {"candidate_steps": [0]}}
+        (folder / "step0.json").write_text(json.dumps(step0))
+        fallback = {
+            "speculative_fused_fallback": True,
+            "speculative_fused_fallback_threshold": OFF_FROM,
+            "speculative_fused_fallback_resume": ON_AGAIN,
+            "speculative_fused_fallback_min_steps": 2,
+        }
+        adaptive = {
+            "speculative_adaptive": True,
+            "speculative_adaptive_config": str(folder / "step0.json"),
+        }
+        for backend, overlap in settings:
+            self._start("plain", backend, True)
+            self._start("never off", backend, overlap or not TRITON_RELEASE, **SPECULATIVE)
+            self._start("fused", backend, overlap, **SPECULATIVE, **fallback)
+        if has_step_0():
+            self._start(
+                "cold step 0", *settings[0], env={SKIP_DRAFT: "1"}, **SPECULATIVE, **adaptive
+            )
+        self._threads = ThreadPoolExecutor(len(self.engines))
+        for key, engine in self.engines.items():
+            if key[0] != "never off":
+                tops = key[0] == "plain"
+                self._answers[key] = self._threads.submit(in_turn, engine, tops=tops)
+
+    def answers(self, *key: Any) -> list[Answer]:
+        return self._answers[key].result()
+
+    def stop(self) -> None:
+        for engine in self.engines.values():
+            engine.stop()
+        self._threads.shutdown()
+
+    def _start(self, name: str, backend: str, overlap: bool, **arguments: Any) -> None:
+        key = name, backend, overlap
+        if key not in self.engines:
+            number = len(self.engines)
+            self.engines[key] = Engine(
+                self.folder / str(number),
+                port=FIRST_PORT + PORTS * number,
+                **common_arguments(backend, overlap),
+                **arguments,
+            )
+
+
+def has_step_0() -> bool:
+    """Whether this release can skip the drafts of a step, and the draft's KV with them."""
+    from sglang.srt.environ import envs
+
+    return hasattr(envs, SKIP_DRAFT)
+
+
+@pytest.fixture(scope="module")
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    items = [item for item in request.session.items if item.path == request.path]
+    settings = dict.fromkeys(
+        (item.callspec.params["backend"], item.callspec.params["overlap"]) for item in items
+    )
+    servers = Servers(tmp_path_factory.mktemp("servers"), list(settings))
+    yield servers
+    servers.stop()
+
+
+# ---- what they answered
+
+
+def near_ties(plain: Sequence[Answer], other: Sequence[Answer]) -> list[float]:
+    """The margins at which unequal answers leave the plain server's, each by its second token.
+
+    Raises:
+        AssertionError: one leaves it where its two likeliest tokens do not nearly tie.
+    """
+    margins = []
+    for request, (a, b) in enumerate(zip(plain, other, strict=True)):
+        assert len(a.tokens) == len(b.tokens)
+        if (i := common_length(a, b)) < len(a.tokens):
+            (first, token), (second, other_token) = a.tops[i]
+            where = f"request {request}, position {i}: {b.tokens[i]} for {a.tops[i]}"
+            assert {token, other_token} == {a.tokens[i], b.tokens[i]}, where
+            assert first - second < NEAR_TIE, where
+            margins.append(first - second)
+    return margins
+
+
+def common_length(a: Answer, b: Answer) -> int:
+    pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
+    return next((i for i, (x, y) in pairs if x != y), len(a.tokens))
+
+
+@dataclass
+class AfterFlips:
+    """Accept lengths of the first steps after the way back, and those of a server never off.
+
+    Args:
+        requests: how many came back.
+        accept: [requests, STEPS at most] after it.
+        never_off: the same steps on a server that was given the prompt and the output up to there.
+    """
+
+    requests: int
+    accept: list[list[int]]
+    never_off: list[list[int]]
+
+    def figures(self) -> dict[str, Any]:
+        after, never = mean(self.accept), mean(self.never_off)
+        return {
+            "requests": self.requests,
+            "accept_length": round(after, 4),
+            "accept_length_never_off": round(never, 4),
+            "ratio": round(after / never, 4),
+            "first_step": round(mean([steps[:1] for steps in self.accept]), 4),
+            "first_step_never_off": round(mean([steps[:1] for steps in self.never_off]), 4),
+        }
+
+
+def mean(steps: Sequence[Sequence[int]]) -> float:
+    return sum(map(sum, steps)) / sum(map(len, steps))
+
+
+def after_flips(engine: Engine, answers: Sequence[Answer], never_off: Engine) -> AfterFlips:
+    """Compare the first steps after an off step with a server that starts from the same place."""
+    prompts = [prompt for wave in waves() for prompt in wave.prompts]
+    steps = engine.steps()
+    accept, continued = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = way_back(steps.get(answer.rid, []))
+        if found:
+            accept.append([step.accept for step in found])
+            # the step's root is sampled once more, from the KV before it
+            continued.append(prompt + answer.tokens[: found[0].position - 1])
+    length = STEPS * 4 + 8
+    again, width = [], 2 * OFF_FROM
+    for i in range(0, len(continued), width):
+        some = continued[i : i + width]
+        again += never_off.generate(some, [length] * len(some))
+    steps = never_off.steps()
+    pairs = zip(again, accept, strict=True)
+    return AfterFlips(
+        requests=len(accept),
+        accept=accept,
+        never_off=[[step.accept for step in steps[a.rid][: len(own)]] for a, own in pairs],
+    )
+
+
+def way_back(steps: Sequence[Step]) -> list[Step]:
+    """The first steps after the last off step."""
+    last = max((i for i, step in enumerate(steps) if step.off), default=len(steps))
+    return list(steps[last + 1 : last + 1 + STEPS])
+
+
+# ---- the test
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    yield rows
+    folder = os.environ.get("FUSED_FALLBACK_RESULTS")
+    if folder and rows:
+        device = torch.cuda.get_device_name() if ON_GPU else "cpu"
+        record = {
+            "device": device,
+            "sglang": SGLANG,
+            "torch": torch.__version__,
+            "commit": os.environ.get("COMMIT") or head(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "dtype": "bfloat16" if ON_GPU else "float32",
+            "prompts": NUM_PROMPTS,
+            "near_tie": NEAR_TIE,
+            "steps_after_flip": STEPS,
+            "rows": rows,
+        }
+        name = f"pair_{device.split()[-1].lower()}_{SGLANG}.json"
+        (Path(folder) / name).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def head() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(("backend", "overlap"), SETTINGS)
+def test_answers_and_accept_lengths_across_flips(
+    servers: Servers, results: list[dict[str, Any]], backend: str, overlap: bool
+) -> None:
+    """An answer in bfloat16 may leave the plain server's only where its two top logits tie."""
+    plain = servers.answers("plain", backend, True)
+    answers = servers.answers("fused", backend, overlap)
+    fused = servers.engines["fused", backend, overlap]
+    never_off = servers.engines["never off", backend, overlap or not TRITON_RELEASE]
+    state = fused.state()
+    fallback = state["fused_fallback"]
+    margins = near_ties(plain, answers)
+    figures = after_flips(fused, answers, never_off).figures()
+    row = {
+        "attention_backend": backend,
+        "overlap": overlap,
+        "worker": fused.log().split("fused fallback: on (worker ")[1].split(",")[0],
+        "answers": len(answers),
+        "equal": len(answers) - len(margins),
+        "margins_of_the_others": sorted(round(margin, 4) for margin in margins),
+        **{name: fallback[name] for name in ("flips", "steps_off", "steps_on", "catch_ups")},
+        "accept_length": state.get("avg_spec_accept_length"),
+        "after_flips": figures,
+        "start_s": round(fused.start_s, 1),
+    }
+    if ("cold step 0", backend, overlap) in servers.engines:
+        cold = servers.engines["cold step 0", backend, overlap]
+        cold_answers = servers.answers("cold step 0", backend, overlap)
+        row["after_cold_step_0"] = after_flips(cold, cold_answers, never_off).figures()
+    results.append(row)
+    print(json.dumps(row))
+
+    assert len(margins) <= (len(plain) // 4 if ON_GPU else 0)
+    assert fallback["flips"] >= 2 * NUM_WAVES
+    assert fallback["catch_ups"] >= NUM_WAVES
+    assert not fallback["off"]
+    assert figures["requests"] >= 5 * NUM_WAVES
+    assert figures["ratio"] >= 0.99
+    if "after_cold_step_0" in row:
+        assert row["after_cold_step_0"]["ratio"] < figures["ratio"]
+    if ON_GPU:
+        assert "graphs up to 16 requests" in fused.log()
