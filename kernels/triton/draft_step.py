@@ -1,21 +1,24 @@
-"""The draft step around two library matmuls: three Triton kernels for everything that is not one.
+"""The draft step around two library matmuls: four Triton kernels for everything that is not one.
 
-Fused here: the kept row, the bonus token and the new length, the embedding gather with its norm
-written straight into the left half of the projection's input (no cat), packing and norms of aux
-states, hidden_norm into the right half, RoPE, conversion to the pool's dtype and the store.
+Two halves, so that serving can start the first before the target's sampler: `project` needs the aux
+hidden states alone (kept row, packing and norms, fc, hidden_norm into the right half of the
+projection's input), `write_projected` the sampled token (bonus token and new length, embedding with
+its norm into the left half, K/V projection, RoPE, conversion to the pool's dtype, store).
 
 Bytes per row of a bf16 draft besides the matmuls: 2 * H for the embedding, 4 * H written and 4 * H
 read of the projection's input, 4 * H for the fc output, 8 * num_kv_heads * head_dim for K and V.
-A padding row (negative slot) is not read; its row of the projection's input is zero, and nothing
-of it is stored.
+A padding row (negative slot) is not read, and nothing of it is stored; its part of the
+intermediates is zero.
 
-Launches: `prepare`, matmul, `hidden_norm`, matmul, `store`; without fc the second and third go.
-The intermediates come from torch's caching allocator, that is from the graph's pool in a capture.
+Launches: `keep`, matmul, `hidden_norm`; `embed`, matmul, `store`. Without fc the first half is
+`keep` alone; with nothing to keep, pack or norm it is the other two. The intermediates come from
+torch's caching allocator, that is from the graph's pool in a capture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +97,7 @@ def to_float8_bits(x, FORMAT: tl.constexpr, E4M3_OVERFLOW: tl.constexpr):
 
 
 @triton.jit
-def prepare_kernel(
+def keep_kernel(
     aux_0_ptr,  # [rows, width of a part]
     aux_1_ptr,
     aux_2_ptr,
@@ -108,14 +111,6 @@ def prepare_kernel(
     requests_ptr,  # [programs]
     kept_ptr,  # [max_requests, aux width] (output)
     stride_kept,
-    tokens_ptr,  # [programs]
-    seq_lens_ptr,  # [programs]
-    bonus_ptr,  # [programs] int32 (output)
-    new_seq_lens_ptr,  # [programs] (output)
-    embeds_ptr,  # [vocab, H] or, by row, [rows, H]
-    stride_embeds,
-    num_embeds,
-    input_layernorm_ptr,  # [H]
     aux_norm_ptr_0,  # [part width] weights before fc
     aux_norm_ptr_1,
     aux_norm_ptr_2,
@@ -124,10 +119,9 @@ def prepare_kernel(
     packed_ptr,  # [rows, aux width] (output) aux states as fc reads them
     stride_packed,
     hidden_norm_ptr,  # [H], applied here only without fc
-    x_ptr,  # [rows, 2 * H] (output) the projection's input
+    x_ptr,  # [rows, 2 * H] (output) without fc: the right half of the projection's input
     stride_x,
     eps,
-    H: tl.constexpr,
     PART_WIDTH: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -135,14 +129,10 @@ def prepare_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_KEPT: tl.constexpr,
-    HAS_DRAFT_INPUT: tl.constexpr,
-    HAS_X: tl.constexpr,
     HAS_PACKED: tl.constexpr,
     HAS_INPUT_NORM: tl.constexpr,
     HAS_FC_NORM: tl.constexpr,
-    HAS_FC: tl.constexpr,
-    GATHER_EMBEDS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    HAS_X: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -161,7 +151,7 @@ def prepare_kernel(
     in_chunk = columns < CHUNK
 
     aux_scale = tl.full((), 1.0, tl.float32)
-    if HAS_INPUT_NORM or (HAS_X and not HAS_FC):
+    if HAS_INPUT_NORM or HAS_X:
         square_sum = tl.full((), 0.0, tl.float32)
         for chunk in tl.static_range(NUM_CHUNKS):
             x = load_part(
@@ -173,51 +163,69 @@ def prepare_kernel(
             square_sum += tl.sum(x * x, axis=0)
         aux_scale = tl.math.rsqrt(square_sum / (NUM_PARTS * PART_WIDTH) + eps)
 
-    if HAS_KEPT or HAS_PACKED or (HAS_X and not HAS_FC):
-        for chunk in tl.static_range(NUM_CHUNKS):
-            raw = load_part(
-                source, chunk % CHUNKS_PER_PART * CHUNK + columns, in_chunk & live,
-                aux_0_ptr, aux_1_ptr, aux_2_ptr, aux_3_ptr,
-                stride_aux_0, stride_aux_1, stride_aux_2, stride_aux_3,
-                PART=chunk // CHUNKS_PER_PART,
-            )  # fmt: skip
-            at = chunk * CHUNK + columns
-            # Stage capture_aux_hidden_states.
-            if HAS_KEPT:
-                tl.store(kept_ptr + request * stride_kept + at, raw, mask=in_chunk & keep)
-            # Stage write_draft_kv: what fc reads, or without fc the projection.
-            if HAS_PACKED:
-                y = raw
-                if HAS_INPUT_NORM:
-                    y = normalized(y, aux_scale, input_norm_ptr + at, in_chunk)
-                if HAS_FC_NORM:
-                    wide = y.to(tl.float32)
-                    scale = tl.math.rsqrt(tl.sum(wide * wide, axis=0) / CHUNK + eps)
-                    if chunk == 0:
-                        y = normalized(y, scale, aux_norm_ptr_0 + columns, in_chunk)
-                    elif chunk == 1:
-                        y = normalized(y, scale, aux_norm_ptr_1 + columns, in_chunk)
-                    elif chunk == 2:
-                        y = normalized(y, scale, aux_norm_ptr_2 + columns, in_chunk)
-                    else:
-                        y = normalized(y, scale, aux_norm_ptr_3 + columns, in_chunk)
-                tl.store(packed_ptr + row * stride_packed + at, y, mask=in_chunk)
-            if HAS_X and not HAS_FC:
-                y = normalized(raw, aux_scale, hidden_norm_ptr + at, in_chunk)
-                tl.store(x_ptr + row * stride_x + H + at, y, mask=in_chunk)
+    for chunk in tl.static_range(NUM_CHUNKS):
+        raw = load_part(
+            source, chunk % CHUNKS_PER_PART * CHUNK + columns, in_chunk & live,
+            aux_0_ptr, aux_1_ptr, aux_2_ptr, aux_3_ptr,
+            stride_aux_0, stride_aux_1, stride_aux_2, stride_aux_3,
+            PART=chunk // CHUNKS_PER_PART,
+        )  # fmt: skip
+        at = chunk * CHUNK + columns
+        if HAS_KEPT:
+            tl.store(kept_ptr + request * stride_kept + at, raw, mask=in_chunk & keep)
+        if HAS_PACKED:
+            y = raw
+            if HAS_INPUT_NORM:
+                y = normalized(y, aux_scale, input_norm_ptr + at, in_chunk)
+            if HAS_FC_NORM:
+                wide = y.to(tl.float32)
+                scale = tl.math.rsqrt(tl.sum(wide * wide, axis=0) / CHUNK + eps)
+                if chunk == 0:
+                    y = normalized(y, scale, aux_norm_ptr_0 + columns, in_chunk)
+                elif chunk == 1:
+                    y = normalized(y, scale, aux_norm_ptr_1 + columns, in_chunk)
+                elif chunk == 2:
+                    y = normalized(y, scale, aux_norm_ptr_2 + columns, in_chunk)
+                else:
+                    y = normalized(y, scale, aux_norm_ptr_3 + columns, in_chunk)
+            tl.store(packed_ptr + row * stride_packed + at, y, mask=in_chunk)
+        if HAS_X:
+            y = normalized(raw, aux_scale, hidden_norm_ptr + at, in_chunk)
+            tl.store(x_ptr + row * stride_x + NUM_CHUNKS * CHUNK + at, y, mask=in_chunk)
 
-    # Stage build_draft_input.
+
+@triton.jit
+def embed_kernel(
+    slots_ptr,  # [rows]
+    tokens_ptr,  # [rows]
+    seq_lens_ptr,  # [rows]
+    bonus_ptr,  # [rows] int32 (output)
+    new_seq_lens_ptr,  # [rows] (output)
+    embeds_ptr,  # [vocab, H] or, by row, [rows, H]
+    stride_embeds,
+    num_embeds,
+    input_layernorm_ptr,  # [H]
+    x_ptr,  # [rows, 2 * H] (output) the left half of the projection's input
+    stride_x,
+    eps,
+    H: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_DRAFT_INPUT: tl.constexpr,
+    HAS_X: tl.constexpr,
+    GATHER_EMBEDS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    live = True
+    if HAS_SLOTS:
+        live = tl.load(slots_ptr + row) >= 0
+    token = tl.load(tokens_ptr + row, mask=live, other=0)
     if HAS_DRAFT_INPUT:
-        token = tl.load(tokens_ptr + row, mask=live, other=0)
         tl.store(bonus_ptr + row, token.to(tl.int32), mask=live)
         seq_len = tl.load(seq_lens_ptr + row, mask=live, other=0)
         tl.store(new_seq_lens_ptr + row, seq_len + 1, mask=live)
-
-    # Stage write_draft_kv: the embedding half of the projection's input.
     if HAS_X:
-        embed_row = row
-        if GATHER_EMBEDS:
-            embed_row = tl.load(tokens_ptr + row, mask=live, other=0).to(tl.int64)
+        embed_row = token.to(tl.int64) if GATHER_EMBEDS else row
         h = tl.arange(0, BLOCK_H)
         readable = (h < H) & live & (embed_row >= 0) & (embed_row < num_embeds)
         embed = tl.load(embeds_ptr + embed_row * stride_embeds + h, mask=readable, other=0.0)
@@ -343,38 +351,37 @@ def num_warps_for(elements: int) -> int:
     return max(1, min(16, triton.next_power_of_2(elements) // 512))
 
 
-def prepare(
+def keep(
     *,
     num_programs: int,
     parts: Sequence[torch.Tensor],
-    num_aux: int = 1,
+    num_aux: int,
     layer: DraftLayer | None = None,
     rows: torch.Tensor | None = None,
     out_cache_loc: torch.Tensor | None = None,
     req_pool_indices: torch.Tensor | None = None,
     kept_hidden_states: torch.Tensor | None = None,
-    token_ids: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    bonus_tokens: torch.Tensor | None = None,
-    new_seq_lens: torch.Tensor | None = None,
-    input_embeds: torch.Tensor | None = None,
     packed: torch.Tensor | None = None,
     x: torch.Tensor | None = None,
 ) -> None:
-    """Every stage's work that a row can do alone, in one launch of one program a row."""
+    """One read of the aux states for all that is made of them, one program a row.
+
+    Args:
+        num_programs: rows written.
+        parts: the aux states, packed or in `num_aux` parts.
+        rows: [num_programs] source rows of the kept rows.
+        packed: [num_programs, num_aux * H_target], written with what fc reads.
+        x: [num_programs, 2 * H], its right half written; only where the layer has no fc.
+    """
     part_width = parts[0].shape[1]
     chunk = len(parts) * part_width // num_aux
     aux = [parts[min(i, len(parts) - 1)] for i in range(4)]
     norms = (layer.fc_norm if layer is not None else None) or (parts[0],)
-    embeds = input_embeds
-    if embeds is None and layer is not None:
-        embeds = layer.embed_tokens
-    hidden_size = layer.hidden_size if layer is not None else 1
 
     def use(tensor: torch.Tensor | None) -> torch.Tensor:
         return parts[0] if tensor is None else tensor  # an argument that the kernel will not read
 
-    prepare_kernel[(num_programs,)](
+    keep_kernel[(num_programs,)](
         *aux,
         *(part.stride(0) for part in aux),
         use(rows),
@@ -382,14 +389,6 @@ def prepare(
         use(req_pool_indices),
         use(kept_hidden_states),
         use(kept_hidden_states).stride(0),
-        use(token_ids),
-        use(seq_lens),
-        use(bonus_tokens),
-        use(new_seq_lens),
-        use(embeds),
-        use(embeds).stride(0),
-        use(embeds).shape[0],
-        use(layer.input_layernorm if layer else None),
         *(norms[min(i, len(norms) - 1)] for i in range(4)),
         use(layer.input_norm if layer else None),
         use(packed),
@@ -398,7 +397,6 @@ def prepare(
         use(x),
         use(x).stride(0),
         layer.rms_norm_eps if layer else 0.0,
-        H=hidden_size,
         PART_WIDTH=part_width,
         NUM_PARTS=len(parts),
         CHUNK=chunk,
@@ -406,16 +404,55 @@ def prepare(
         HAS_ROWS=rows is not None,
         HAS_SLOTS=out_cache_loc is not None,
         HAS_KEPT=kept_hidden_states is not None,
-        HAS_DRAFT_INPUT=bonus_tokens is not None,
-        HAS_X=x is not None,
         HAS_PACKED=packed is not None,
         HAS_INPUT_NORM=packed is not None and layer is not None and layer.input_norm is not None,
         HAS_FC_NORM=packed is not None and layer is not None and layer.fc_norm is not None,
-        HAS_FC=layer is not None and layer.fc is not None,
+        HAS_X=x is not None,
+        BLOCK_CHUNK=triton.next_power_of_2(chunk),
+        num_warps=num_warps_for(chunk),
+    )
+
+
+def embed(
+    *,
+    token_ids: torch.Tensor,
+    layer: DraftLayer | None = None,
+    out_cache_loc: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    bonus_tokens: torch.Tensor | None = None,
+    new_seq_lens: torch.Tensor | None = None,
+    input_embeds: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
+) -> None:
+    """What is made of the sampled tokens: the next draft input, and the left half of `x`."""
+    embeds = input_embeds
+    if embeds is None and layer is not None:
+        embeds = layer.embed_tokens
+    hidden_size = layer.hidden_size if layer is not None else 1
+
+    def use(tensor: torch.Tensor | None) -> torch.Tensor:
+        return token_ids if tensor is None else tensor  # an argument that the kernel will not read
+
+    embed_kernel[(token_ids.shape[0],)](
+        use(out_cache_loc),
+        token_ids,
+        use(seq_lens),
+        use(bonus_tokens),
+        use(new_seq_lens),
+        use(embeds),
+        use(embeds).stride(0),
+        use(embeds).shape[0],
+        use(layer.input_layernorm if layer else None),
+        use(x),
+        use(x).stride(0),
+        layer.rms_norm_eps if layer else 0.0,
+        H=hidden_size,
+        HAS_SLOTS=out_cache_loc is not None,
+        HAS_DRAFT_INPUT=bonus_tokens is not None,
+        HAS_X=x is not None,
         GATHER_EMBEDS=input_embeds is None,
         BLOCK_H=triton.next_power_of_2(hidden_size),
-        BLOCK_CHUNK=triton.next_power_of_2(chunk),
-        num_warps=num_warps_for(max(chunk, hidden_size)),
+        num_warps=num_warps_for(hidden_size),
     )
 
 
@@ -476,10 +513,11 @@ def capture_aux_hidden_states(
     rows: torch.Tensor | None = None,
 ) -> None:
     """Stage 1 alone: one program a request."""
-    prepare(
+    parts = _parts(aux_hidden_states)
+    keep(
         num_programs=req_pool_indices.shape[0],
-        parts=_parts(aux_hidden_states),
-        num_aux=len(_parts(aux_hidden_states)),
+        parts=parts,
+        num_aux=len(parts),
         rows=rows,
         req_pool_indices=req_pool_indices,
         kept_hidden_states=kept_hidden_states,
@@ -494,9 +532,7 @@ def build_draft_input(
     new_seq_lens: torch.Tensor,
 ) -> None:
     """Stage 2 alone."""
-    prepare(
-        num_programs=next_token_ids.shape[0],
-        parts=[next_token_ids.unsqueeze(1)],
+    embed(
         token_ids=next_token_ids,
         seq_lens=seq_lens,
         bonus_tokens=bonus_tokens,
@@ -504,24 +540,19 @@ def build_draft_input(
     )
 
 
-def write_draft_kv(
+def project(
     *,
     layer: DraftLayer,
     aux_hidden_states: AuxHiddenStates,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
     out_cache_loc: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    input_embeds: torch.Tensor | None = None,
     req_pool_indices: torch.Tensor | None = None,
     kept_hidden_states: torch.Tensor | None = None,
-    bonus_tokens: torch.Tensor | None = None,
-    new_seq_lens: torch.Tensor | None = None,
-) -> None:
-    """Stage 3; with the last four arguments, which travel together, the whole step."""
+) -> torch.Tensor:
+    """The half of the step that no sampled token is needed for.
+
+    Returns:
+        [rows, 2 * H], the input of the K/V projection: its right half is written.
+    """
     parts = _parts(aux_hidden_states)
     num_rows, hidden_size = parts[0].shape[0], layer.hidden_size
     x = layer.kv_proj.new_empty((num_rows, 2 * hidden_size))
@@ -529,22 +560,18 @@ def write_draft_kv(
     normed = layer.input_norm is not None or layer.fc_norm is not None
     if layer.fc is not None and (len(parts) > 1 or normed):
         packed = layer.kv_proj.new_empty((num_rows, layer.fc.shape[1]))
-    prepare(
-        num_programs=num_rows,
-        parts=parts,
-        num_aux=layer.num_aux_hidden_states,
-        layer=layer,
-        out_cache_loc=out_cache_loc,
-        req_pool_indices=req_pool_indices,
-        kept_hidden_states=kept_hidden_states,
-        token_ids=token_ids,
-        seq_lens=positions,
-        bonus_tokens=bonus_tokens,
-        new_seq_lens=new_seq_lens,
-        input_embeds=input_embeds,
-        packed=packed,
-        x=x,
-    )
+    if kept_hidden_states is not None or packed is not None or layer.fc is None:
+        keep(
+            num_programs=num_rows,
+            parts=parts,
+            num_aux=layer.num_aux_hidden_states,
+            layer=layer,
+            out_cache_loc=out_cache_loc,
+            req_pool_indices=req_pool_indices,
+            kept_hidden_states=kept_hidden_states,
+            packed=packed,
+            x=x if layer.fc is None else None,
+        )
     if layer.fc is not None:
         hidden = F.linear(parts[0] if packed is None else packed, layer.fc, layer.fc_bias)
         hidden_norm_kernel[(num_rows,)](
@@ -558,6 +585,35 @@ def write_draft_kv(
             BLOCK_H=triton.next_power_of_2(hidden_size),
             num_warps=num_warps_for(hidden_size),
         )
+    return x
+
+
+def write_projected(
+    *,
+    layer: DraftLayer,
+    x: torch.Tensor,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    input_embeds: torch.Tensor | None = None,
+    bonus_tokens: torch.Tensor | None = None,
+    new_seq_lens: torch.Tensor | None = None,
+) -> None:
+    """The other half: `x` is what `project` returned, its left half is written here."""
+    embed(
+        token_ids=token_ids,
+        layer=layer,
+        out_cache_loc=out_cache_loc,
+        seq_lens=positions,
+        bonus_tokens=bonus_tokens,
+        new_seq_lens=new_seq_lens,
+        input_embeds=input_embeds,
+        x=x,
+    )
     store(
         layer=layer,
         kv=F.linear(x, layer.kv_proj, layer.kv_bias),
@@ -570,11 +626,45 @@ def write_draft_kv(
     )
 
 
-def fused_draft_step(
-    *, next_token_ids: torch.Tensor, seq_lens: torch.Tensor, **step: object
+def write_draft_kv(
+    *,
+    layer: DraftLayer,
+    aux_hidden_states: AuxHiddenStates,
+    out_cache_loc: torch.Tensor,
+    **rest: Any,
 ) -> None:
-    """The three stages for one token a request; arguments as in the reference."""
-    write_draft_kv(token_ids=next_token_ids, positions=seq_lens, **step)  # type: ignore[arg-type]
+    """Stage 3: both halves, nothing kept. Arguments as in the reference."""
+    x = project(layer=layer, aux_hidden_states=aux_hidden_states, out_cache_loc=out_cache_loc)
+    write_projected(layer=layer, x=x, out_cache_loc=out_cache_loc, **rest)
+
+
+def fused_draft_step(
+    *,
+    layer: DraftLayer,
+    aux_hidden_states: AuxHiddenStates,
+    next_token_ids: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    kept_hidden_states: torch.Tensor,
+    **rest: Any,
+) -> None:
+    """The three stages for one token a request, both halves. Arguments as in the reference."""
+    x = project(
+        layer=layer,
+        aux_hidden_states=aux_hidden_states,
+        out_cache_loc=out_cache_loc,
+        req_pool_indices=req_pool_indices,
+        kept_hidden_states=kept_hidden_states,
+    )
+    write_projected(
+        layer=layer,
+        x=x,
+        token_ids=next_token_ids,
+        positions=seq_lens,
+        out_cache_loc=out_cache_loc,
+        **rest,
+    )
 
 
 def _parts(aux_hidden_states: AuxHiddenStates) -> list[torch.Tensor]:
