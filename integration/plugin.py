@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -203,6 +205,8 @@ def _init_scheduler(init: Callable[..., None], scheduler: Any, *args: Any, **kwa
             f"{adapter_class.worker_class} was expected: no adapter is known for it"
         )
     adapter = adapter_class(worker, arguments)
+    if tool := os.environ.get("FUSED_FALLBACK_PROFILE"):  # "nvtx" or "step_clock"
+        import_module(f"..profiling.{tool}", __package__).enable_serving(adapter)
     for holder in (*adapter.hooked, scheduler):
         setattr(holder, ATTRIBUTE, adapter)
     log_info_on_rank0(logger, f"fused fallback: {describe(adapter)}")

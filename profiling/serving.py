@@ -286,16 +286,37 @@ class Client:
     def server_info(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def start_profile(self, **arguments: Any) -> None:
-        """As `Engine.start_profile`."""
+    async def start_profile(self, arguments: dict[str, Any]) -> None:
+        """Have the scheduler trace: SGLang's `/start_profile`."""
         raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def burst(self, prompts: list[list[int]], new_tokens: int) -> list[Timing]:
+    def burst(
+        self, prompts: list[list[int]], new_tokens: int, profile: dict[str, Any] | None = None
+    ) -> list[Timing]:
+        """All prompts at once; once all have their first token, start to profile if asked.
+
+        Args:
+            profile: for `start_profile`, with `num_steps`.
+        """
+
         async def all_at_once() -> list[Timing]:
-            return await asyncio.gather(*(self._timed(p, new_tokens) for p in prompts))
+            waiting = len(prompts)
+            decoding = asyncio.Event()
+
+            def started() -> None:
+                nonlocal waiting
+                waiting -= 1
+                if not waiting:
+                    decoding.set()
+
+            tasks = [asyncio.create_task(self._timed(p, new_tokens, started)) for p in prompts]
+            if profile:
+                await decoding.wait()
+                await self.start_profile(profile)
+            return await asyncio.gather(*tasks)
 
         return self.loop.run_until_complete(all_at_once())
 
@@ -336,7 +357,9 @@ class Client:
 
         return self.loop.run_until_complete(run())
 
-    async def _timed(self, prompt: list[int], new_tokens: int) -> Timing:
+    async def _timed(
+        self, prompt: list[int], new_tokens: int, started: Callable[[], None] = lambda: None
+    ) -> Timing:
         sampling = {
             "temperature": 0,
             "max_new_tokens": new_tokens,
@@ -346,7 +369,9 @@ class Client:
         begin, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
         async for chunk in self.stream(prompt, sampling):
             last, tokens = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
-            first = first or last
+            if not first:
+                first = last
+                started()
         if tokens != new_tokens:
             raise RuntimeError(f"{new_tokens} tokens were asked for, {tokens} came")
         return Timing(begin, first, last, tokens)
@@ -363,7 +388,6 @@ class EngineClient(Client):
         self._engine = sglang.Engine(server_args=server_args(**spec.server_arguments()))
         self.loop = self._engine.loop
         self.server_info = self._engine.get_server_info
-        self.start_profile = self._engine.start_profile
         self.close = self._engine.shutdown
 
     async def stream(
@@ -431,8 +455,8 @@ class HttpClient(Client):
     def server_info(self) -> dict[str, Any]:
         return json.loads(self.loop.run_until_complete(self._ask("GET", "/server_info")))
 
-    def start_profile(self, **arguments: Any) -> None:
-        self.loop.run_until_complete(self._ask("POST", "/start_profile", arguments))
+    async def start_profile(self, arguments: dict[str, Any]) -> None:
+        await self._ask("POST", "/start_profile", arguments)
 
     def close(self) -> None:
         from ..integration.demo.servers import kill_group

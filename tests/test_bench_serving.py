@@ -1,0 +1,240 @@
+"""The serving benches: their arithmetic, their parsers, and real servers measured by them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fused_fallback.profiling import (
+    bench_envelope,
+    bench_flip,
+    envelope_report,
+    prompt_sets,
+    trace_serving,
+)
+from fused_fallback.profiling.serving import MODES, Spec, Timing, flags
+from fused_fallback.profiling.trace_serving import EAGER, GRAPH, TARGET
+
+MODELS = ["--model-path", "target", "--draft-model-path", "draft"]
+
+
+# ---- envelope
+
+
+def test_rates_leave_prefill_out_of_the_time_per_token() -> None:
+    """Two requests: decoding begins with the second first token, at 3 s."""
+    timings = [Timing(1.0, 2.0, 6.0, 4), Timing(1.0, 3.0, 9.0, 4)]
+    tok_s, tpot_ms = bench_envelope.rates(timings)
+    assert tok_s == pytest.approx(8 / 8.0)
+    assert tpot_ms == pytest.approx(1e3 * (3.0 / 3 + 6.0 / 3) / 2)
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    """The machine slows down by half each repeat, and the ratios do not see it."""
+    taken = {
+        "nospec": [(100.0, 10.0), (50.0, 20.0), (25.0, 40.0)],
+        "static": [(200.0, 5.0), (100.0, 10.0), (50.0, 20.0)],
+        "threshold": [(196.0, 5.0), (98.0, 10.0), (49.0, 20.0)],
+    }
+    row = bench_envelope.row(taken, "threshold")
+    assert row["tok_s"] == 98.0 and row["tok_s_spread"] == [49.0, 196.0]
+    assert row["ratio_nospec"] == 1.96 and row["ratio_nospec_spread"] == [1.96, 1.96]
+    assert row["ratio_static"] == row["ratio_best"] == 0.98
+    assert row["tpot_ratio_nospec"] == 2.0 and row["tpot_ratio_static"] == 1.0
+    assert "ratio_nospec" not in bench_envelope.row(taken, "nospec")
+
+
+def test_ramp() -> None:
+    assert bench_envelope.ramp_steps(8) == [1, 2, 4, 8, 4, 2, 1]
+    assert bench_envelope.ramp_steps(6) == [1, 2, 4, 6, 4, 2, 1]
+
+
+def test_tokens_of_a_ramp_go_to_the_steps_in_which_they_came() -> None:
+    """8 tokens over 4 s, of which 1 s is in the first step and 1 s after the last."""
+    timings = [Timing(0.0, 9.0, 13.0, 8), Timing(10.0, 10.0, 11.0, 5)]
+    assert bench_envelope.step_rates([8.0, 10.0, 12.0], timings) == pytest.approx([1.0, 4.5])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--at-once", "1"], ["--prompts", "coding", "--load-format", "dummy"], ["--modes", "fast"]],
+)
+def test_options_that_are_refused(wrong: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        bench_envelope.parse_args([*MODELS, *wrong])
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"concurrency": n, "mode": mode, "tok_s": rate * n, "tpot_ms": 1.0, **ratio}
+        for n in (1, 2)
+        for mode, rate, ratio in (("nospec", 9.0, {}), ("static", 8.0, {"ratio_nospec": 0.889}))
+    ]
+    result = {"rows": rows, "ramp": [], "runs": [], "sglang": "0", "device": "cpu"}
+    lines = envelope_report.table(rows).splitlines()
+    assert lines[0].split() == ["concurrency", "mode", "tok/s", "/nospec", "ms/token"]
+    assert lines[4].split() == ["2", "static", "16", "0.889", "1.000"]
+    envelope_report.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("name", prompt_sets.NAMES)
+def test_every_context_ends_with_a_turn_of_the_user(name: str) -> None:
+    contexts = prompt_sets.contexts(name)
+    assert len(contexts) >= 12
+    assert all(context[-1]["role"] == "user" for context in contexts)
+    assert len({json.dumps(context) for context in contexts}) == len(contexts)
+
+
+def test_agentic_contexts_grow_by_tool_results_in_json() -> None:
+    contexts = prompt_sets.contexts("agentic")
+    grown = [(a, b) for a, b in pairwise(contexts) if len(b) > len(a)]
+    assert len(grown) >= 20
+    for shorter, longer in grown:
+        assert longer[: len(shorter)] == shorter
+        json.loads(longer[-2]["content"])["tool"]
+        json.loads(longer[-1]["content"])
+
+
+def test_prompts_share_no_prefix_and_keep_their_limit() -> None:
+    pytest.importorskip("transformers")
+    target = str(Path(__file__).parents[1] / "integration" / "demo" / "pair" / "target")
+    sets = [
+        prompt_sets.text_ids("agentic", 60, most, model_path=target, seed=seed)
+        for most, seed in ((1500, 1), (1500, 2), (200, 3))
+    ]
+    assert max(map(len, sets[0])) == 1500 and {len(ids) for ids in sets[2]} == {200}
+    heads = [tuple(ids[: prompt_sets.HEAD_TOKENS]) for ids in sets[0]]
+    assert not {*heads} & {tuple(ids[: prompt_sets.HEAD_TOKENS]) for ids in sets[1]}
+
+
+# ---- servers
+
+
+def test_modes_differ_in_what_they_should() -> None:
+    spec = Spec("nospec", "target", "draft", {"page_size": 1}, threshold=7)
+    arguments = {mode: replace(spec, mode=mode).server_arguments() for mode in MODES}
+    flag = "speculative_fused_fallback"
+    thresholds = {mode: args.get(f"{flag}_threshold") for mode, args in arguments.items()}
+    assert [m for m in MODES if flag in arguments[m]] == ["on", "off", "threshold"]
+    assert thresholds["off"] == 1 and thresholds["threshold"] == 7
+    assert thresholds["on"] > 10**6
+    assert "speculative_algorithm" not in arguments["nospec"]
+    assert all(args["page_size"] == 1 for args in arguments.values())
+    assert len({args["port"] for args in arguments.values()}) == len(MODES)
+    warm, cold = (replace(spec, mode=f"step0_{name}") for name in ("warm", "cold"))
+    assert warm.environment() == {} and len(cold.environment()) == 1
+    config = json.loads(Path(arguments["step0_cold"]["speculative_adaptive_config"]).read_text())
+    assert config == {"1": {"candidate_steps": [0]}}
+
+
+def test_flags() -> None:
+    arguments = {"model_path": "m", "skip_it": True, "not_it": False, "bs": [1, 2], "n": 3}
+    assert flags(arguments) == ["--model-path", "m", "--skip-it", "--bs", "1", "2", "--n", "3"]
+
+
+# ---- traces
+
+
+def write_trace(path: Path, *, draft_ends_late: bool = False) -> None:
+    """Three steps of 100 us: a target graph of four kernels, an eager one, a draft graph."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
+
+    def gpu(name: str, ts: float, dur: float, stream: int, correlation: int) -> None:
+        args = {"stream": stream, "correlation": correlation}
+        events.append({"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": args})
+
+    for step in range(3):
+        base, target, draft = 1000.0 + 100 * step, 10 * step + 1, 10 * step + 2
+        for correlation in (target, draft):
+            call = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": base, "dur": 1}
+            events.append({**call, "args": {"correlation": correlation}})
+        for i in range(4):
+            gpu(f"void ns::gemm<{i}>(float*)", base + 20 * i, 20, 7, target)
+        gpu("void at::native::copy_kernel(int)", base + 82, 4, 7, 10 * step + 3)
+        gpu("draft_step", base + 90, 15 if draft_ends_late else 5, 9, draft)
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+
+
+def test_a_step_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace.json.gz"
+    write_trace(path)
+    first, second = trace_serving.steps(trace_serving.read(path))
+    assert [k.source for k in first.kernels] == [TARGET] * 4 + [EAGER, GRAPH]
+    assert [k.name for k in second.kernels[3:]] == ["ns::gemm<3>", "copy_kernel", "draft_step"]
+    assert trace_serving.figures(first) == {
+        "step_us": 100.0,
+        "target_graph_us": 80.0,
+        "target_busy_us": 80.0,
+        "other_busy_us": 9.0,
+        "other_graphs_busy_us": 5.0,
+        "overlap_with_target_us": 0.0,
+        "idle_us": 11.0,
+        "target_kernels": 4,
+        "other_kernels": 2,
+    }
+
+
+def test_a_draft_step_that_overlaps_the_next_target(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace.json.gz"
+    write_trace(path, draft_ends_late=True)
+    first, second = trace_serving.steps(trace_serving.read(path))
+    assert trace_serving.figures(first)["overlap_with_target_us"] == 0.0  # none before it
+    assert trace_serving.figures(second)["overlap_with_target_us"] == 5.0
+    assert trace_serving.figures(second)["idle_us"] == 2.0 + 4.0
+
+
+def test_differences_of_traces(tmp_path: Path) -> None:
+    paths = tmp_path / "a.trace.json.gz", tmp_path / "b.trace.json.gz"
+    write_trace(paths[0])
+    write_trace(paths[1], draft_ends_late=True)
+    plain, other = (trace_serving.steps(trace_serving.read(path)) for path in paths)
+    (row,) = trace_serving.differences(plain, other)
+    assert row == {"source": GRAPH, "name": "draft_step", "count": [1, 1], "us": [5, 15]}
+    text = trace_serving.text({"nospec": plain, "off": other})
+    assert "+10.0 us of kernel time" in text
+
+
+# ---- flips
+
+
+def test_steps_are_sorted_by_what_they_follow() -> None:
+    """Two on, two off, two on again; a step beside a flip is not a normal one."""
+    modes = [False, False, False, True, True, True, False, False, False]
+    steps = [
+        {"requests": 4, "off": off, "ms": float(i), "extend_ms": [] if off else [0.5]}
+        for i, off in enumerate(modes)
+    ]
+    steps[6]["extend_ms"] = [0.25, 0.5]  # the catch-up, and the step's own
+    kinds = bench_flip.sort(steps, 4)
+    assert kinds == {
+        "on": [1.0, 7.0],
+        "draft_extend": [0.5, 0.5],
+        "first_off": [3.0],
+        "off": [4.0],
+        "first_on": [6.0],
+        "catch_up": [0.25],
+    }
+    assert bench_flip.sort([{**step, "requests": 3} for step in steps], 4) == {}
+    with pytest.raises(ValueError, match="too few off, first_on"):
+        bench_flip.row(kinds, 4)
+
+
+def test_the_claim_of_a_flip() -> None:
+    kinds = {
+        kind: [value, value] for kind, value in zip(bench_flip.KINDS, range(1, 7), strict=True)
+    }
+    row = bench_flip.row(kinds, 8)
+    assert row["first_on_over_limit_ms"] == 3 - (1 + 5)
+    assert row["flips"] == 4
