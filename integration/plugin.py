@@ -88,6 +88,7 @@ def register_worker(adapter: type[Adapter]) -> None:
     hooks = {
         adapter.forward_target: ("around", _forward),
         adapter.prefill_target: ("around", _prefill),
+        **({adapter.relay_target: ("around", _relay)} if adapter.relay_target else {}),
         **{target: ("around", hook) for target, hook in adapter.metrics_hooks.items()},
     }
     _register(hooks)
@@ -207,7 +208,8 @@ def _init_scheduler(init: Callable[..., None], scheduler: Any, *args: Any, **kwa
     adapter = adapter_class(worker, arguments)
     if tool := os.environ.get("FUSED_FALLBACK_PROFILE"):  # "nvtx" or "step_clock"
         import_module(f"..profiling.{tool}", __package__).enable_serving(adapter)
-    for holder in (*adapter.hooked, scheduler):
+    relays = [scheduler.future_map] if adapter.relay_target else []
+    for holder in (*adapter.hooked, scheduler, *relays):
         setattr(holder, ATTRIBUTE, adapter)
     log_info_on_rank0(logger, f"fused fallback: {describe(adapter)}")
 
@@ -244,6 +246,13 @@ def _forward(forward: Callable[..., Any], worker: Any, batch: Any, *args: Any, *
     if adapter is None:
         return forward(worker, batch, *args, **kw)
     return adapter.forward(forward, batch, *args, **kw)
+
+
+def _relay(stash: Callable[..., Any], future_map: Any, *args: Any, **kw: Any) -> Any:
+    adapter = getattr(future_map, ATTRIBUTE, None)
+    if adapter is None:
+        return stash(future_map, *args, **kw)
+    return adapter.relay(stash, future_map, *args, **kw)
 
 
 def _prefill(prefill: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kw: Any) -> Any:

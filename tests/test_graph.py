@@ -29,23 +29,28 @@ def build_runner(step: dict[str, Any], **options: Any) -> DraftStepGraphRunner:
     )
 
 
+def replay(runner: DraftStepGraphRunner, inputs: dict[str, Any]) -> None:
+    before_sampling = ("aux_hidden_states", "req_pool_indices", "out_cache_loc")
+    runner.begin(**{name: inputs[name] for name in before_sampling})
+    runner.finish(next_token_ids=inputs["next_token_ids"], seq_lens=inputs["seq_lens"])
+
+
 @needs_gpu
-@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "parts"])
-def test_replay_equals_eager(packed: bool, backend: str) -> None:
+def test_replay_equals_eager(packed: bool) -> None:
     case = Case(hidden=512, target=512)
     layer = make_layer(case, "cuda")
     pool = make_step(case, 16, layer=layer, device="cuda")
-    runner = build_runner(pool, packed_aux=packed, backend=backend)
+    runner = build_runner(pool, packed_aux=packed)
     eager = copy_written(pool)
     for rows in (16, 1, 3, 8, 5, 9, 2, 16):
         step = make_step(case, rows, layer=layer, device="cuda", seed=rows, packed=packed)
         inputs = {name: step[name] for name in INPUTS}
-        runner.replay(**inputs)
+        replay(runner, inputs)
         runner.join()
         # The size that the graph was captured for chooses the kernel's tile, hence the sums' order.
         size = next(size for size in SIZES if size >= rows)
-        expected = run_padded(inputs, layer, eager, size, backend)
+        expected = run_padded(inputs, layer, eager, size)
         assert torch.equal(runner.bonus_tokens[:rows], expected[0])
         assert torch.equal(runner.new_seq_lens[:rows], expected[1])
         for name in ("kept_hidden_states", "k_buffer", "v_buffer"):
@@ -53,7 +58,7 @@ def test_replay_equals_eager(packed: bool, backend: str) -> None:
 
 
 def run_padded(
-    inputs: dict[str, Any], layer: Any, written: dict[str, Any], size: int, backend: str
+    inputs: dict[str, Any], layer: Any, written: dict[str, Any], size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = inputs["next_token_ids"].shape[0]
 
@@ -76,7 +81,7 @@ def run_padded(
         out_cache_loc=pad(inputs["out_cache_loc"], -1),
         bonus_tokens=bonus,
         new_seq_lens=new_seq_lens,
-        backend=backend,
+        backend="triton",
         **{name: written[name] for name in ("kept_hidden_states", "k_buffer", "v_buffer")},
     )
     return bonus[:rows], new_seq_lens[:rows]
@@ -100,12 +105,12 @@ def test_replay_neither_allocates_nor_synchronises() -> None:
     step = make_step(case, 16, device="cuda")
     runner = build_runner(step)
     inputs = {name: make_step(case, 5, device="cuda")[name] for name in INPUTS}
-    runner.replay(**inputs)
+    replay(runner, inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        runner.replay(**inputs)
+        replay(runner, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -121,12 +126,12 @@ def test_replays_in_flight_keep_their_own_inputs() -> None:
     steps = [make_step(case, 16, layer=layer, device="cuda", seed=seed) for seed in range(1, 9)]
     eager = copy_written(pool)
     for step in steps:
-        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16, "auto")
+        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16)
     given = {name: steps[0][name].clone() for name in INPUTS}
     for step in steps:
         for name in INPUTS:
             given[name].copy_(step[name])
-        runner.replay(**given)
+        replay(runner, given)
     for name in INPUTS:
         given[name].fill_(0)
     runner.join()
@@ -140,10 +145,17 @@ def test_replay_names_what_does_not_fit() -> None:
     step = make_step(case, 16, device="cuda")
     runner = build_runner(step)
     with pytest.raises(ValueError, match="17 rows exceed the largest captured size 16"):
-        runner.replay(**{name: make_step(case, 17, device="cuda")[name] for name in INPUTS})
+        replay(runner, make_step(case, 17, device="cuda"))
     parts = make_step(case, 3, device="cuda", packed=False)
     with pytest.raises(ValueError, match="built for 1 aux tensors"):
-        runner.replay(**{name: parts[name] for name in INPUTS})
+        replay(runner, parts)
+    step = make_step(case, 3, device="cuda")
+    with pytest.raises(ValueError, match="built without input_embeds, got some"):
+        runner.finish(
+            next_token_ids=step["next_token_ids"],
+            seq_lens=step["seq_lens"],
+            input_embeds=torch.zeros(3, case.hidden, device="cuda", dtype=torch.bfloat16),
+        )
 
 
 def test_cpu_is_refused() -> None:

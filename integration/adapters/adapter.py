@@ -23,6 +23,7 @@ from ..symbols import Attributes, Call, Symbol
 from . import decode_graphs
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
@@ -49,6 +50,8 @@ class Adapter(ABC):
     """The draft's prefill, which `draft_prefill` wraps."""
     metrics_hooks: ClassVar[dict[str, Callable[..., Any]]]
     """What keeps off steps out of SGLang's metrics: hooks by their targets."""
+    relay_target: ClassVar[str | None] = None
+    """What hands a step's results to the next one under overlap, which `relay` wraps."""
     graph_runner: ClassVar[decode_graphs.RunnerNames]
 
     def __init__(self, worker: Any, arguments: FallbackArguments) -> None:
@@ -131,6 +134,14 @@ class Adapter(ABC):
     @abstractmethod
     def _decode_off(self, batch: Batch, *args: Any, **kwargs: Any) -> GenerationBatchResult:
         """One decode step without speculation."""
+
+    def _begin_draft_step(self, batch: Batch, output: LogitsProcessorOutput) -> None:
+        """What the target's plain decode leaves for the draft, before it samples."""
+        self.fallback.begin_decode(
+            aux_hidden_states=output.hidden_states,
+            req_pool_indices=batch.req_pool_indices,
+            out_cache_loc=batch.out_cache_loc,
+        )
 
     def _draft_step(
         self, batch: Batch, result: GenerationBatchResult, seq_lens: torch.Tensor

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
+
+import torch
 
 from ...bindings.graph import DraftStepGraphRunner
 from ..fallback import FusedFallback
@@ -52,6 +54,7 @@ def _symbols(names: RunnerNames) -> tuple[Symbol, ...]:
             f"{names.attribute} attn_backend spec_algorithm init_new_workspace device gpu_id",
         ),
         Call(f"{model_runner}._get_attention_backend", keywords="init_new_workspace"),
+        Call(f"{model_runner}.sample", "logits_output forward_batch"),
         Attributes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "size"),
         Call(
             f"{names.target}.__init__",
@@ -87,11 +90,25 @@ class DecodeGraphs:
     attribute: str
 
     @contextlib.contextmanager
-    def in_place_of_verify(self, model_runner: Any) -> Iterator[None]:
-        """Let the target run its plain decode inside the block."""
-        with _swapped(
+    def in_place_of_verify(
+        self, model_runner: Any, before_sampling: Callable[[Any], None]
+    ) -> Iterator[None]:
+        """Let the target run its plain decode inside the block.
+
+        Args:
+            model_runner: the target's.
+            before_sampling: called with the `LogitsProcessorOutput` as soon as it is there.
+        """
+        sample = model_runner.sample
+
+        def sample_after(logits_output: Any, forward_batch: Any) -> torch.Tensor:
+            before_sampling(logits_output)
+            return sample(logits_output, forward_batch)
+
+        with swapped(
             model_runner,
             attn_backend=self.attn_backend or model_runner.attn_backend,
+            sample=sample_after,
             **{self.attribute: self.runner},
         ):
             yield
@@ -160,9 +177,9 @@ def _capture_plain_decode(model_runner: Any, names: RunnerNames) -> tuple[Any, A
         def get_spec_info(self, num_tokens: int) -> None:
             self.capture_hidden_mode = CaptureHiddenMode.FULL
 
-    with _swapped(model_runner, init_new_workspace=model_runner.init_new_workspace):
+    with swapped(model_runner, init_new_workspace=model_runner.init_new_workspace):
         attn_backend = model_runner._get_attention_backend(init_new_workspace=True)
-    with _swapped(
+    with swapped(
         model_runner,
         spec_algorithm=SpeculativeAlgorithm.NONE,  # decode mode, one token a request
         attn_backend=attn_backend,
@@ -178,7 +195,7 @@ def _capture_plain_decode(model_runner: Any, names: RunnerNames) -> tuple[Any, A
 
 
 @contextlib.contextmanager
-def _swapped(obj: Any, **values: Any) -> Iterator[None]:
+def swapped(obj: Any, **values: Any) -> Iterator[None]:
     """Set attributes inside the block, and put the old ones back."""
     before = {name: getattr(obj, name) for name in values}
     for name, value in values.items():

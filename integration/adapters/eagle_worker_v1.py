@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,7 @@ class EagleWorkerV1(Adapter):
         batch.spec_info = None
         model_worker_batch = batch.get_model_worker_batch()
         model_worker_batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        with self.graphs.in_place_of_verify(self.target):
+        with self.graphs.in_place_of_verify(self.target, partial(self._begin_draft_step, batch)):
             return self.worker.target_worker.forward_batch_generation(model_worker_batch)
 
     def _keep_unfinished(self, batch: ScheduleBatch, draft_input: Any, tokens: list[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from ..symbols import Attributes, Call, Hook, Symbol
 from . import decode_graphs
 from .adapter import MODEL_RUNNER, Adapter, restored, set_seq_lens
 from .adapter import SYMBOLS as SYMBOLS_OF_ADAPTER
+from .decode_graphs import swapped
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 MODULE = "sglang.srt.speculative.eagle_worker_v2"
+FUTURE_MAP = "sglang.srt.managers.overlap_utils.FutureMap"
 
 
 class EagleWorkerV2(Adapter):
@@ -35,6 +38,7 @@ class EagleWorkerV2(Adapter):
     worker_class = "EAGLEWorkerV2"
     forward_target = f"{MODULE}.EAGLEWorkerV2.forward_batch_generation"
     prefill_target = f"{MODULE}.EagleDraftWorker._draft_extend_for_prefill"
+    relay_target: ClassVar[str | None] = f"{FUTURE_MAP}.stash"
     metrics_hooks = metrics.HOOKS
     graph_runner = decode_graphs.DECODE_RUNNER
     read_done_event: ClassVar[str | None] = "shared_read_done_event"
@@ -78,6 +82,21 @@ class EagleWorkerV2(Adapter):
             )
         return self._draft_input(self._prefill_off(batch, target_hidden_states, next_token_ids))
 
+    def relay(
+        self,
+        stash: Callable[..., None],
+        future_map: Any,
+        future_indices: torch.Tensor,
+        payload: Any,
+    ) -> None:
+        """`FutureMap.stash`; of an off step the tokens alone, since nobody reads its stubs."""
+        has_buffers = getattr(future_map, "topk_p_buf", None) is not None
+        if not (has_buffers and self.fallback.is_stub(payload.hidden_states)):
+            return stash(future_map, future_indices, payload)
+        tokens_alone = type(payload)(bonus_tokens=payload.bonus_tokens)
+        with swapped(future_map, need_topk=False, need_hidden_states=False):
+            stash(future_map, future_indices, tokens_alone)
+
     def _decode_off(
         self,
         batch: ScheduleBatch,
@@ -102,7 +121,7 @@ class EagleWorkerV2(Adapter):
             on_publish(new_seq_lens)
         if batch.has_grammar and grammar_barrier is not None:
             grammar_barrier()
-        with self.graphs.in_place_of_verify(self.target):
+        with self.graphs.in_place_of_verify(self.target, partial(self._begin_draft_step, batch)):
             result = self._run_target(batch)
         output = result.logits_output
         result.next_draft_input = self._draft_step(batch, result, seq_lens)
@@ -207,6 +226,7 @@ class EagleWorkerV2Of0517(EagleWorkerV2):
 class EagleWorkerV2Of0512(EagleWorkerV2Of0517):
     """0.5.12.post1: the worker takes a `ModelWorkerBatch`, and the draft input relays more."""
 
+    relay_target = None
     metrics_hooks = metrics.HOOKS_OF_0512
     graph_runner = decode_graphs.CUDA_RUNNER
     read_done_event = None
@@ -276,6 +296,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         "has_grammar return_logprob",
     ),
     Attributes(f"{UTILS}.GenerationBatchResult", "new_seq_lens"),
+    Hook(f"{FUTURE_MAP}.stash", "future_indices payload"),
+    Attributes(FUTURE_MAP, "need_topk need_hidden_states topk_p_buf"),
+    Attributes("sglang.srt.managers.overlap_utils.RelayPayload", "bonus_tokens hidden_states"),
+    Attributes("sglang.srt.managers.scheduler.Scheduler", "future_map"),
     Call("sglang.srt.speculative.eagle_utils._eagle_prefill_tail_tokens", "batch next_token_ids"),
     Attributes("sglang.srt.models.llama_eagle3.LlamaModel", "input_norm"),
     *SYMBOLS_OF_ALL,

@@ -547,15 +547,17 @@ def project(
     out_cache_loc: torch.Tensor,
     req_pool_indices: torch.Tensor | None = None,
     kept_hidden_states: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The half of the step that no sampled token is needed for.
 
     Returns:
-        [rows, 2 * H], the input of the K/V projection: its right half is written.
+        `x`, or a new [rows, 2 * H], the input of the K/V projection: its right half is written.
     """
     parts = _parts(aux_hidden_states)
     num_rows, hidden_size = parts[0].shape[0], layer.hidden_size
-    x = layer.kv_proj.new_empty((num_rows, 2 * hidden_size))
+    if x is None:
+        x = layer.kv_proj.new_empty((num_rows, 2 * hidden_size))
     packed = None
     normed = layer.input_norm is not None or layer.fc_norm is not None
     if layer.fc is not None and (len(parts) > 1 or normed):

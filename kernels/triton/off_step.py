@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 128  # arbitrary: a few programs even at the largest batches
+BLOCK, BLOCK_WIDE = 128, 4096  # elements of a program (arbitrary)
 
 
 @triton.jit
@@ -36,29 +36,32 @@ def decode_inputs_kernel(
 
 @triton.jit
 def stage_kernel(
-    tokens_ptr,  # [rows]
-    seq_lens_ptr,  # [rows]
-    requests_ptr,  # [rows]
-    slots_ptr,  # [rows]
-    staged_tokens_ptr,  # [size] (output)
-    staged_seq_lens_ptr,  # [size] (output)
-    staged_requests_ptr,  # [size] (output)
-    staged_slots_ptr,  # [size] (output) -1 from `num_rows` on
+    wide_ptr,  # [rows, width]
+    stride_wide,
+    staged_wide_ptr,  # [size, width] (output)
+    stride_staged,
+    width,
+    first_ptr,  # [rows]
+    staged_first_ptr,  # [size] (output)
+    second_ptr,  # [rows]
+    staged_second_ptr,  # [size] (output) -1 from `num_rows` on
     num_rows,
-    size,
+    HAS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     live = row < num_rows
-    token = tl.load(tokens_ptr + row, mask=live, other=0)
-    seq_len = tl.load(seq_lens_ptr + row, mask=live, other=0)
-    request = tl.load(requests_ptr + row, mask=live, other=0)
-    slot = tl.load(slots_ptr + row, mask=live, other=-1)
-    staged = row < size
-    tl.store(staged_tokens_ptr + row, token.to(staged_tokens_ptr.dtype.element_ty), mask=live)
-    tl.store(staged_seq_lens_ptr + row, seq_len.to(staged_seq_lens_ptr.dtype.element_ty), mask=live)
-    tl.store(staged_requests_ptr + row, request.to(staged_requests_ptr.dtype.element_ty), mask=live)
-    tl.store(staged_slots_ptr + row, slot.to(staged_slots_ptr.dtype.element_ty), mask=staged)
+    if HAS_WIDE:
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        mask = live & (column < width)
+        values = tl.load(wide_ptr + row * stride_wide + column, mask=mask)
+        tl.store(staged_wide_ptr + row * stride_staged + column, values, mask=mask)
+    if block == 0:
+        first = tl.load(first_ptr + row, mask=live, other=0)
+        second = tl.load(second_ptr + row, mask=live, other=-1)
+        tl.store(staged_first_ptr + row, first.to(staged_first_ptr.dtype.element_ty), mask=live)
+        tl.store(staged_second_ptr + row, second.to(staged_second_ptr.dtype.element_ty))
 
 
 def decode_inputs(
@@ -90,15 +93,35 @@ def decode_inputs(
 def stage(
     *,
     size: int,
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    staged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    first: torch.Tensor,
+    staged_first: torch.Tensor,
+    second: torch.Tensor,
+    staged_second: torch.Tensor,
+    wide: torch.Tensor | None = None,
+    staged_wide: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens, lengths, request rows and slots into static buffers; rows up to `size` pad.
+    """Copy a batch into static buffers, in one launch.
 
     Args:
-        size: rows of the graph, at least those given.
-        given: four [rows] integer tensors of any width.
-        staged: four buffers [size or more]; the slots of rows that were not given become -1.
+        size: rows of the graph that reads them, at least those given.
+        first, second: [rows] integers of any width; rows of `staged_second` up to `size` that were
+            not given become -1, of the others they keep what they hold.
+        wide: [rows, width], rows may be strided, or None.
+        staged_first, staged_second, staged_wide: the buffers, of `size` rows or more.
     """
-    num_rows = given[0].shape[0]
-    stage_kernel[(triton.cdiv(size, BLOCK),)](*given, *staged, num_rows, size, BLOCK=BLOCK)
+    given = first.unsqueeze(1) if wide is None else wide
+    to = staged_first.unsqueeze(1) if staged_wide is None else staged_wide
+    stage_kernel[(size, triton.cdiv(given.shape[1], BLOCK_WIDE))](
+        given,
+        given.stride(0),
+        to,
+        to.stride(0),
+        given.shape[1],
+        first,
+        staged_first,
+        second,
+        staged_second,
+        first.shape[0],
+        HAS_WIDE=wide is not None,
+        BLOCK=BLOCK_WIDE,
+    )
