@@ -252,11 +252,10 @@ def step_rates(begins: list[float], timings: list[Timing]) -> list[float]:
 
 def measure_ramp(
     options: argparse.Namespace, servers: list[ServerProcess], log: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """All repeats of the ramp, as rows: one for each step and mode."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows so far after each repeat of the ramp: one for each step and mode."""
     steps = ramp_steps(max(options.concurrency))
     taken: dict[str, list[list[float]]] = {server.spec.mode: [] for server in servers}
-    flips = {}
     for repeat in range(options.repeats):
         seed = next(SEEDS)
         for server in servers if repeat % 2 else servers[::-1]:
@@ -271,16 +270,16 @@ def measure_ramp(
                 seed=seed,
             )
             taken[mode].append(step_rates(begins, [Timing(*timing) for timing in timings]))
-            flips[mode] = (server.state() or {}).get("flips")
-            log(f"ramp {mode:10s} repeat {repeat}  {' '.join(f'{r:.0f}' for r in taken[mode][-1])}")
-    rows = []
-    for i, concurrency in enumerate(steps):
-        at_step = {mode: [(all_[i], 1.0) for all_ in repeats] for mode, repeats in taken.items()}
-        for mode in at_step:
-            figures = {k: v for k, v in row(at_step, mode).items() if "tpot" not in k}
-            rows.append({"ramp_step": i, "concurrency": concurrency, "mode": mode, **figures})
-    log(f"flips so far: {flips}")
-    return rows
+            flips = (server.state() or {}).get("flips", "no")
+            listed = " ".join(f"{rate:.0f}" for rate in taken[mode][-1])
+            log(f"ramp {mode:10s} repeat {repeat}  {listed} tok/s, {flips} flips so far")
+        rows = []
+        for i, concurrency in enumerate(steps):
+            at_step = {mode: [(ramp[i], 1.0) for ramp in ramps] for mode, ramps in taken.items()}
+            for mode in at_step:
+                figures = {k: v for k, v in row(at_step, mode).items() if "tpot" not in k}
+                rows.append({"ramp_step": i, "concurrency": concurrency, "mode": mode, **figures})
+        yield rows
 
 
 # ---- the result
@@ -320,7 +319,8 @@ def main() -> None:
     try:
         for group in servers.groups(options.modes):
             if options.ramp:
-                keep(measure_ramp(options, group, log), "ramp")
+                for rows in measure_ramp(options, group, log):
+                    keep(rows, "ramp")
             else:
                 for concurrency in options.concurrency:
                     rows = measure(options, group, concurrency, log)

@@ -65,54 +65,72 @@ def starts(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def loads(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """The rows by what was sent: (input length, prompts)."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row.get("input_len"), row.get("prompts")), []).append(row)
+    return found
+
+
 def text(result: dict[str, Any]) -> str:
     """All that the result holds."""
-    parts = [table(rows) for rows in (result["rows"], result["ramp"]) if rows]
+    parts = [
+        f"{prompts} prompts of up to {input_len} tokens\n{table(rows)}"
+        for (input_len, prompts), rows in loads(result["rows"]).items()
+    ]
+    if result["ramp"]:
+        parts.append(f"ramp\n{table(result['ramp'])}")
     return "\n\n".join([*parts, *(starts(run) for run in result["runs"])])
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Tokens/s over concurrency, with the upper envelope of the two stock modes, as a PNG.
 
-    Says so where there is nothing to draw or no matplotlib to draw it with.
+    Of several loads that of most concurrencies. A ramp goes to a second PNG, `<stem>_ramp`. Says
+    so where there is no matplotlib.
     """
-    rows = result["rows"] or result["ramp"]
     try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullLocator
+        import matplotlib  # noqa: F401
     except ImportError:
         print("no picture: matplotlib is not installed; envelope_report draws it elsewhere")
         return
-    along = "ramp_step" if not result["rows"] else "concurrency"
+    title = f"SGLang {result['sglang']}, {result['device']}"
+    if result["rows"]:
+        rows = max(loads(result["rows"]).values(), key=len)
+        draw_curves(rows, "concurrency", title, path)
+    if result["ramp"]:
+        ramp = path.with_name(f"{path.stem}_ramp{path.suffix}")
+        draw_curves(result["ramp"], "ramp_step", f"{title}, load up and down", ramp)
+
+
+def draw_curves(rows: Sequence[dict[str, Any]], along: str, title: str, path: Path) -> None:
+    """One curve a mode over `along`, a key of the rows."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    curves: dict[str, dict[int, float]] = {}
+    for row in rows:
+        curves.setdefault(row["mode"], {})[row[along]] = row["tok_s"]
+    places = {row[along]: row["concurrency"] for row in rows}
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    curves = {
-        mode: {row[along]: row["tok_s"] for row in rows if row["mode"] == mode} for mode in modes
-    }
-    stock = [curves[mode] for mode in ("nospec", "static") if mode in curves]
-    places = sorted({place for curve in stock for place in curve})
-    if len(stock) == 2:
-        best = [max(curve.get(place, 0) for curve in stock) for place in places]
-        axes.plot(
-            places, best, color="#f0c98f", lw=9, solid_capstyle="round", label="better of the two"
-        )
+    if {"nospec", "static"} <= curves.keys():
+        both = sorted(curves["nospec"].keys() & curves["static"].keys())
+        best = [max(curves["nospec"][x], curves["static"][x]) for x in both]
+        label = "better of nospec and static"
+        axes.plot(both, best, color="#f0c98f", lw=9, solid_capstyle="round", label=label)
     for mode, curve in curves.items():
-        x = sorted(curve)
         style = {"lw": 1.8, "marker": "o", "ms": 4, "color": COLOURS[mode]}
-        axes.plot(x, [curve[place] for place in x], **style, label=mode)
+        axes.plot(sorted(curve), [curve[x] for x in sorted(curve)], **style, label=mode)
     if along == "concurrency":
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(NullLocator())
-        labels = [str(place) for place in places]
-    else:
-        labels = [str(row["concurrency"]) for row in rows if row["mode"] == modes[0]]
-    if labels:
-        axes.set_xticks(sorted(curves[modes[0]]), labels)
+    axes.set_xticks(sorted(places), [str(places[x]) for x in sorted(places)])
     axes.set_xlabel("concurrent requests")
     axes.set_ylabel("output tokens/s")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"SGLang {result['sglang']}, {result['device']}", fontsize=10)
+    axes.set_title(title, fontsize=10)
     axes.grid(color="#e4e4e4", lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -22,13 +22,14 @@ STAGES = (
     "write_draft_kv",
     "fused_draft_step",
 )
-SERVING = {
-    "off step": ("adapter", "_decode_off"),
-    "fused draft step": ("fallback", "decode"),
-    "fused draft prefill": ("fallback", "prefill"),
-    "catch-up": ("adapter", "_draft_extend"),
-}
-"""Ranges by name: whose method each one is."""
+SERVING = (
+    ("off step", "adapter", "_decode_off"),
+    ("fused draft step", "fallback", "begin_decode"),
+    ("fused draft step", "fallback", "decode"),
+    ("fused draft prefill", "fallback", "prefill"),
+    ("catch-up", "adapter", "_draft_extend"),
+)
+"""Ranges, and whose method each one is."""
 
 
 def nvtx_range(name: str) -> AbstractContextManager[Any]:
@@ -94,7 +95,7 @@ def enable_serving(adapter: Any) -> None:
     adapter.in_ranges = True
     mark("fused fallback: ranges on")
     owners = {"adapter": adapter, "fallback": adapter.fallback}
-    for name, (owner, method) in SERVING.items():
+    for name, owner, method in SERVING:
         setattr(owners[owner], method, in_range(name, getattr(owners[owner], method)))
     update = adapter.fallback.update
 

@@ -135,7 +135,7 @@ def read(path: Path) -> list[Kernel]:
 def shorten(name: str) -> str:
     """A kernel's name without return type, arguments and the most common namespaces."""
     name = re.sub(r"^void |\(anonymous namespace\)::|at::native::|cutlass::|c10::", "", name)
-    return name.partition("(")[0][:NAME_WIDTH]
+    return name.partition("(")[0].strip()[:NAME_WIDTH]
 
 
 def steps(kernels: Sequence[Kernel]) -> list[Step]:

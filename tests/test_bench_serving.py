@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fused_fallback.profiling import (
     bench_envelope,
     bench_flip,
     envelope_report,
+    nvtx,
     prompt_sets,
     trace_serving,
 )
@@ -77,12 +85,14 @@ def test_table_and_picture(tmp_path: Path) -> None:
         for n in (1, 2)
         for mode, rate, ratio in (("nospec", 9.0, {}), ("static", 8.0, {"ratio_nospec": 0.889}))
     ]
-    result = {"rows": rows, "ramp": [], "runs": [], "sglang": "0", "device": "cpu"}
+    ramp = [{**row, "ramp_step": i} for i, row in enumerate((*rows, *rows[:2]))]
+    result = {"rows": rows, "ramp": ramp, "runs": [], "sglang": "0", "device": "cpu"}
     lines = envelope_report.table(rows).splitlines()
     assert lines[0].split() == ["concurrency", "mode", "tok/s", "/nospec", "ms/token"]
     assert lines[4].split() == ["2", "static", "16", "0.889", "1.000"]
     envelope_report.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("picture.png", "picture_ramp.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 # ---- prompts
@@ -238,3 +248,108 @@ def test_the_claim_of_a_flip() -> None:
     row = bench_flip.row(kinds, 8)
     assert row["first_on_over_limit_ms"] == 3 - (1 + 5)
     assert row["flips"] == 4
+
+
+# ---- with real servers
+
+
+def test_ranges_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On at first, off in steps 3 to 5, and on again."""
+    pytest.importorskip("sglang")
+    from sglang_server import Server
+    from test_server import PROMPTS, encode
+
+    seen: list[str] = []
+
+    @contextmanager
+    def recorded(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+        seen.append(f"end of {name}")
+
+    monkeypatch.setattr(nvtx, "_backend", lambda: (recorded, seen.append))
+    with Server(script=lambda step: 3 <= step <= 5) as server:
+        adapter = server.scheduler.draft_worker._fused_fallback
+        nvtx.enable_serving(adapter)
+        nvtx.enable_serving(adapter)
+        server.submit("a", encode(PROMPTS["a"]), 24)
+        server.drain()
+    halves = ["fused draft step", "end of fused draft step"] * 2
+    off = ["off step", *halves, "end of off step"]
+    on = ["flip on", "catch-up", "end of catch-up"]
+    assert seen[1:] == ["flip off", *off * 3, *on]
+
+
+@pytest.fixture(scope="module")
+def bench_arguments() -> list[str]:
+    pytest.importorskip("sglang")
+    from sglang_server import PAIR, cpu_backends
+
+    arguments = {**cpu_backends(), "disable_cuda_graph": True, "context_length": 1024}
+    if not torch.cuda.is_available():
+        arguments |= {"device": "cpu", "dtype": "float32", "disable_overlap_schedule": True}
+    models = ["--model-path", PAIR / "target", "--draft-model-path", PAIR / "draft"]
+    options = ["--input-len", 16, "--commit", "none", "--server-args", json.dumps(arguments)]
+    return [str(text) for text in (*models, *options)]
+
+
+def run(bench: str, *arguments: str, out: Path) -> tuple[str, dict[str, Any]]:
+    """What a bench printed and wrote."""
+    ended = subprocess.run(
+        [sys.executable, "-m", f"fused_fallback.profiling.{bench}", *arguments, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:] + ended.stdout[-1000:]
+    return ended.stdout, json.loads(out.read_text())
+
+
+def test_envelope_of_real_servers(bench_arguments: list[str], tmp_path: Path) -> None:
+    options = ["--modes", "nospec", "off", "--concurrency", "1", "2", "--output-len", "8"]
+    printed, result = run(
+        "bench_envelope",
+        *bench_arguments,
+        *options,
+        *("--repeats", "2", "--at-once", "2", "--through", "serve"),
+        out=tmp_path / "envelope.json",
+    )
+    assert result["sglang"] == version("sglang") and result["commit"] == "none"
+    found = {(row["concurrency"], row["mode"]): row for row in result["rows"]}
+    assert list(found) == [(1, "nospec"), (1, "off"), (2, "nospec"), (2, "off")]
+    for n in (1, 2):
+        plain, off = found[n, "nospec"], found[n, "off"]
+        assert plain["tok_s"] > 0 and plain["tpot_ms"] > 0
+        low, high = off["ratio_nospec_spread"]
+        assert 0 < low <= off["ratio_nospec"] <= high
+    servers = result["runs"][0]["servers"]
+    assert servers["nospec"]["plugin"] is None
+    assert servers["off"]["plugin"].startswith("on (worker ")
+    assert "off        start" in printed and "warm-up" in printed
+
+
+def test_flips_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> None:
+    _, result = run(
+        "bench_flip",
+        *bench_arguments,
+        *("--concurrency", "2", "--output-len", "96", "--flip-every", "4"),
+        out=tmp_path / "flip.json",
+    )
+    (row,) = result["rows"]
+    assert row["flips"] >= 8
+    assert all(row[f"{kind}_ms"] > 0 for kind in bench_flip.KINDS)
+    limit = row["on_ms"] + row["draft_extend_ms"]
+    assert row["first_on_over_limit_ms"] == pytest.approx(row["first_on_ms"] - limit, abs=1e-3)
+
+
+def test_ramp_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> None:
+    options = ["--modes", "threshold", "--threshold", "3", "--concurrency", "4", "--ramp"]
+    printed, result = run(
+        "bench_envelope",
+        *bench_arguments,
+        *(*options, "--output-len", "16", "--repeats", "1", "--ramp-seconds", "3"),
+        out=tmp_path / "envelope.json",
+    )
+    assert [row["concurrency"] for row in result["ramp"]] == [1, 2, 4, 2, 1]
+    assert all(row["tok_s"] > 0 for row in result["ramp"]) and not result["rows"]
+    assert re.search(r"[1-9]\d* flips so far", printed)
