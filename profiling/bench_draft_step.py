@@ -153,7 +153,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", default=commit(), help="recorded in the JSON file")
     parser.add_argument("--plot", type=Path, help="only draw this JSON file")
-    parser.add_argument("--once", type=int, metavar="N", help="only run N steps, for a profiler")
+    parser.add_argument(
+        "--once",
+        type=int,
+        metavar="N",
+        help="only run N steps, the last between cudaProfilerStart and cudaProfilerStop",
+    )
+    parser.add_argument("--backend", default="auto", help="of --once (%(default)s)")
     arguments = parser.parse_args()
     if arguments.plot:
         print(draw(arguments.plot))
@@ -162,9 +168,13 @@ def main() -> None:
         sys.exit("bench_draft_step needs a GPU")
     if arguments.once:
         step = random_step(random_layer(SHAPES[arguments.shapes[0]]), arguments.rows[0])
-        for _ in range(arguments.once):
-            ops.fused_draft_step(**step)
+        for i in range(arguments.once):
+            if i == arguments.once - 1:
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+            ops.fused_draft_step(**step, backend=arguments.backend)
         torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
         return
     start, results = time.time(), []
     for name in arguments.shapes:

@@ -216,6 +216,18 @@ def test_differences_of_traces(tmp_path: Path) -> None:
     assert "+10.0 us of kernel time" in text
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("nsys_serving.sh", ["report", "off"]), ("ncu_draft_step.sh", [])]
+)
+def test_a_script_says_what_is_missing(script: str, arguments: list[str], tmp_path: Path) -> None:
+    path = Path(trace_serving.__file__).with_name(script)
+    ended = subprocess.run(
+        ["/bin/sh", path, *arguments], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert f"{script[:4].rstrip('_')} is not installed here" in ended.stderr
+
+
 # ---- flips
 
 
