@@ -117,7 +117,7 @@ class Server:
             "disable_cuda_graph": True,
             "disable_overlap_schedule": not overlap,
             "mem_fraction_static": 0.2,
-            "max_total_tokens": 8192,
+            "max_total_tokens": 4096,
             "max_running_requests": 8,
             "context_length": 1024,
             "log_level": "warning",

@@ -287,6 +287,7 @@ def test_an_unchanged_copy_passes(monkeypatch: pytest.MonkeyPatch, copy: Path) -
 
 
 def test_a_server_refuses_to_start_on_a_changed_sglang(copy: Path) -> None:
+    """It says why in its last line, and loads nothing."""
     change(copy, EAGLE_WORKER, "def _draft_extend_for_decode(", "def _draft_extend_for_verify(")
     path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""The flag in real server processes: `sglang serve`, `launch_server`, two ranks, and refusals."""
+"""The flag in real server processes: `sglang serve`, `launch_server`, an engine, two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAG = "--speculative-fused-fallback"
 FALLBACK = (FLAG, f"{FLAG}-threshold", "3", f"{FLAG}-resume", "1", f"{FLAG}-min-steps", "2")
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 300  # with another release under test beside it
 
 
 def command(program: tuple[str, ...], *extra: str) -> list[str]:
@@ -190,17 +190,3 @@ def test_engine(tmp_path: Path, expected: dict[str, list[int]]) -> None:
     answers, state = json.loads(output.stdout.strip().splitlines()[-1])
     assert answers == [expected[rid][:40] for rid in PROMPTS]
     assert state["steps_off"] > 0
-
-
-def test_a_refused_start_says_why_in_one_line_and_loads_nothing() -> None:
-    ended = subprocess.run(
-        command(SERVE, *FALLBACK, "--pp-size", "2"),
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-    )
-    assert ended.returncode != 0
-    assert ended.stderr.rstrip().splitlines()[-1] == (
-        "fused fallback: off: pipeline parallelism is not supported: set --pp-size 1, got 2"
-    )
-    assert "Load weight" not in ended.stderr + ended.stdout
