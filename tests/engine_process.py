@@ -10,9 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from select import select
 from typing import Any, NamedTuple
 
+from fused_fallback.integration.demo.servers import kill_group
+
 STEP_RECORDER = Path(__file__).with_name("step_recorder")
+TIMEOUT_S = 300.0  # of a start, in which kernels may be compiled, and of an order
 
 
 class Step(NamedTuple):
@@ -62,13 +66,14 @@ class Engine:
             stderr=self.log_file.open("w"),
             text=True,
             env=os.environ | (env or {}) | {"PYTHONPATH": path, "STEP_RECORD": str(self._steps)},
+            start_new_session=True,
         )
 
     def wait_until_ready(self) -> None:
         """Return once it takes requests.
 
         Raises:
-            RuntimeError: it ended; the text holds the end of its log.
+            RuntimeError: it ended or is late; the text holds the end of its log.
         """
         if not self.start_s:
             self._read()
@@ -80,7 +85,7 @@ class Engine:
         """Greedy answers of exactly these lengths, all requests at once.
 
         Raises:
-            RuntimeError: the server ended; the text holds the end of its log.
+            RuntimeError: the server ended or is late; the text holds the end of its log.
         """
         return [Answer(*a) for a in self._ask("generate", list(prompts), list(lengths), tops)]
 
@@ -100,13 +105,8 @@ class Engine:
         return self.log_file.read_text(errors="replace")
 
     def stop(self) -> None:
-        """End the server."""
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Kill the server with everything that it started."""
+        kill_group(self._process)
 
     def _ask(self, *order: Any) -> Any:
         self.wait_until_ready()
@@ -118,9 +118,11 @@ class Engine:
         return self._read()
 
     def _read(self) -> Any:
-        line = self._process.stdout.readline()
+        answered, _, _ = select([self._process.stdout], [], [], TIMEOUT_S)
+        line = self._process.stdout.readline() if answered else ""
         if not line:
-            raise RuntimeError(f"the server ended, see {self.log_file}:\n{self.log()[-4000:]}")
+            what = "ended" if answered else f"did not answer within {TIMEOUT_S:.0f} s"
+            raise RuntimeError(f"the server {what}, see {self.log_file}:\n{self.log()[-4000:]}")
         return json.loads(line)
 
 
