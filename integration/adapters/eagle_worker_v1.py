@@ -7,7 +7,7 @@ everything about the requests that `EagleVerifyInput.verify` does when speculati
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..symbols import Attributes, Call, Hook, Symbol
 from . import decode_graphs
 from .adapter import MODEL_RUNNER, Adapter, restored, set_seq_lens
 from .adapter import SYMBOLS as SYMBOLS_OF_ADAPTER
+from .decode_graphs import swapped
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -129,8 +130,7 @@ class EagleWorkerV1(Adapter):
             )
             return self.worker.forward_draft_extend_after_decode(batch)
 
-    @contextlib.contextmanager
-    def _without_triton_graph(self) -> Iterator[None]:
+    def _without_triton_graph(self) -> contextlib.AbstractContextManager[None]:
         """Run the draft extend eagerly where its attention is Triton's.
 
         The graph's attention takes `num_steps + 1` rows for a request's, but the worker packs what
@@ -138,14 +138,9 @@ class EagleWorkerV1(Adapter):
         """
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-        worker = self.worker
-        graphs = worker.cuda_graph_runner_for_draft_extend
-        if isinstance(worker.draft_extend_attn_backend, TritonAttnBackend):
-            worker.cuda_graph_runner_for_draft_extend = None
-        try:
-            yield
-        finally:
-            worker.cuda_graph_runner_for_draft_extend = graphs
+        if isinstance(self.worker.draft_extend_attn_backend, TritonAttnBackend):
+            return swapped(self.worker, cuda_graph_runner_for_draft_extend=None)
+        return contextlib.nullcontext()
 
     def _draft_runner(self) -> Any:
         return self.worker.model_runner

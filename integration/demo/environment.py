@@ -87,10 +87,12 @@ class Environment:
         """
         if self.device == "cuda":
             return {}
-        backend = "triton" if self.version in TRITON_RELEASES else "intel_amx"
+        triton = self.version in TRITON_RELEASES
+        backend = "triton" if triton else "intel_amx"
         return {
             "device": "cpu",
             "dtype": "float32",
+            **({"disable_cuda_graph": True} if triton else {}),  # it looks for one of the draft
             # given one by one: SGLang 0.5.23 turns a common intel_amx into torch_native, which
             # EAGLE refuses, on a processor without AMX
             "prefill_attention_backend": backend,
