@@ -106,7 +106,15 @@ class Servers:
                 self._start(fresh)
             else:
                 while waiting and (len(self.up) < 2 or free_gb() > self._largest_gb + FREE_GB):
-                    self._start([waiting.pop(0)])
+                    try:
+                        self._start(waiting[:1])
+                    except RuntimeError as error:
+                        if len(self.up) < 3:  # more memory than this there will not be
+                            raise
+                        self.up.pop().stop()
+                        self.log(f"{waiting[0]} waits for the next group: {error}")
+                        break
+                    del waiting[0]
             yield self.up
             for server in self.up[1:]:
                 server.stop()

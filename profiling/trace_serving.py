@@ -98,7 +98,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--nsys", action="store_true", help="open nsys's capture range instead: nsys_serving.sh")
     add("--out", type=Path, help="default: profiling/results/trace_<device>_<sglang>.json")
     parser.set_defaults(through="serve")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.through != "serve" or len(options.concurrency) != 1:
+        parser.error("it traces one concurrency, through serve")
+    return options
 
 
 # ---- reading a trace
@@ -328,8 +331,6 @@ def traced(folder: Path) -> list[Step]:
 
 def main() -> None:
     options = parse_args()
-    if len(options.concurrency) != 1:
-        raise SystemExit("--concurrency: one number")
     refused = [text for text in map(refusal, options.modes) if text]
     if refused:
         raise SystemExit("\n".join(refused))
