@@ -29,7 +29,8 @@ _LAYER_SCHEMA = (
     "Tensor? embed_tokens, Tensor? fc, Tensor? fc_bias, Tensor? input_norm, Tensor[] fc_norm, "
     "Tensor hidden_norm, Tensor input_layernorm, Tensor kv_proj, Tensor? kv_bias, "
     "Tensor cos_sin_cache, bool is_neox_style, int num_kv_heads, int head_dim, "
-    "float rms_norm_eps, int num_aux_hidden_states"
+    "float rms_norm_eps, int num_aux_hidden_states, Tensor? fc_weight_scale, "
+    "Tensor? kv_weight_scale"
 )
 _LAYER_FIELDS = tuple(field.name for field in fields(DraftLayer))
 
@@ -265,7 +266,11 @@ def can_fuse(
         ValueError: the backend is unknown.
     """
     backend = _resolve(backend, k_buffer.device)
-    reason = _layer_reason(layer, backend) or _pool_reason(layer, k_buffer, v_buffer, backend)
+    reason = (
+        _layer_reason(layer, backend)
+        or _float8_reason(layer, backend)
+        or _pool_reason(layer, k_buffer, v_buffer)
+    )
     if reason is None and backend == "cuda":
         return _kernels("cuda").unsupported(layer=layer, k_buffer=k_buffer, v_buffer=v_buffer)
     return reason
@@ -274,10 +279,10 @@ def can_fuse(
 def _layer_reason(layer: DraftLayer, backend: str) -> str | None:
     hidden, num_aux = layer.hidden_size, layer.num_aux_hidden_states
     width = num_aux * layer.target_hidden_size
-    dtype, device = layer.kv_proj.dtype, layer.kv_proj.device
+    dtype, device = layer.dtype, layer.kv_proj.device
     allowed = CPU_WEIGHT_DTYPES if backend == "torch" else WEIGHT_DTYPES
     if dtype not in allowed:
-        return f"kv_proj is {dtype}; backend {backend!r} takes {_names(allowed)}"
+        return f"hidden_norm is {dtype}; backend {backend!r} takes {_names(allowed)}"
     if not 1 <= num_aux <= MAX_AUX_HIDDEN_STATES:
         return f"num_aux_hidden_states is {num_aux}; 1 to {MAX_AUX_HIDDEN_STATES} are supported"
     if backend != "torch" and layer.head_dim not in HEAD_DIMS:
@@ -309,7 +314,9 @@ def _layer_reason(layer: DraftLayer, backend: str) -> str | None:
     for name, weight, shape in weights:
         if weight is None:
             continue
-        reason = _mismatch(name, weight, shape=shape, dtypes=(dtype,), device=device)
+        quantized = name in ("fc", "kv_proj") and layer.kv_weight_scale is not None
+        dtypes = (torch.float8_e4m3fn,) if quantized else (dtype,)
+        reason = _mismatch(name, weight, shape=shape, dtypes=dtypes, device=device)
         if reason or not weight.is_contiguous():
             return reason or f"{name} must be contiguous, got strides {weight.stride()}"
     return _mismatch(
@@ -321,10 +328,31 @@ def _layer_reason(layer: DraftLayer, backend: str) -> str | None:
     )
 
 
-def _pool_reason(
-    layer: DraftLayer, k_buffer: torch.Tensor, v_buffer: torch.Tensor, backend: str
-) -> str | None:
-    dtype = layer.kv_proj.dtype
+def _float8_reason(layer: DraftLayer, backend: str) -> str | None:
+    """Of a layer that `quantize_layer` made."""
+    if layer.kv_weight_scale is None:
+        return None if layer.fc_weight_scale is None else "fc_weight_scale is set alone"
+    device = layer.kv_proj.device
+    if (layer.fc is None) != (layer.fc_weight_scale is None):
+        return "fc and fc_weight_scale must both be set or None"
+    for name, weight in (("fc", layer.fc), ("kv", layer.kv_proj)):
+        scale = getattr(layer, f"{name}_weight_scale")
+        if weight is None:
+            continue
+        name = f"{name}_weight_scale"
+        shape, dtypes = (weight.shape[0],), (torch.float32,)
+        reason = _mismatch(name, scale, shape=shape, dtypes=dtypes, device=device)
+        if reason or not scale.is_contiguous():
+            return reason or f"{name} must be contiguous, got strides {scale.stride()}"
+    if backend == "triton" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (9, 0):
+            return f"float8 weights need compute capability 9.0 or newer, {device} has {capability}"
+    return None
+
+
+def _pool_reason(layer: DraftLayer, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> str | None:
+    dtype = layer.dtype
     for name, buffer in (("k_buffer", k_buffer), ("v_buffer", v_buffer)):
         reason = _mismatch(
             name,
@@ -427,7 +455,7 @@ def _check_rows(
     num_rows, device = aux[0].shape[0], k_buffer.device
     num_aux = layer.num_aux_hidden_states
     width = num_aux * layer.target_hidden_size
-    _check_aux(aux, rows=num_rows, width=width, like=layer.kv_proj, parts=num_aux)
+    _check_aux(aux, rows=num_rows, width=width, like=layer.hidden_norm, parts=num_aux)
     _check_index("token_ids", token_ids, num_rows, device)
     _check_index("positions (seq_lens)", positions, num_rows, device)
     _check_index("out_cache_loc", out_cache_loc, num_rows, device)
@@ -436,7 +464,7 @@ def _check_rows(
             "input_embeds",
             input_embeds,
             shape=(num_rows, layer.hidden_size),
-            dtypes=(layer.kv_proj.dtype,),
+            dtypes=(layer.dtype,),
             device=device,
             last_stride=True,
         )

@@ -15,7 +15,7 @@ class DraftLayer:
     """What a draft's K and V depend on besides the request: no q, o_proj, MLP, norm or lm_head.
 
     `H` is the draft's hidden size, `H_target` the target's. All weights share one dtype (bfloat16,
-    float16, or float32 on the CPU) and one device.
+    float16, or float32 on the CPU) and one device; fc and kv_proj may be float8 (`quantize_layer`).
 
     Args:
         embed_tokens: [vocab, H], or None when the caller hands `input_embeds` to the ops (a
@@ -37,6 +37,8 @@ class DraftLayer:
         head_dim: elements of one head.
         rms_norm_eps: of every norm above.
         num_aux_hidden_states: 1 to 4.
+        fc_weight_scale: [H] float32 if fc is float8_e4m3fn: its rows are to be multiplied by it.
+        kv_weight_scale: [2 * num_kv_heads * head_dim] float32, likewise of kv_proj.
     """
 
     embed_tokens: torch.Tensor | None
@@ -54,6 +56,13 @@ class DraftLayer:
     head_dim: int
     rms_norm_eps: float
     num_aux_hidden_states: int
+    fc_weight_scale: torch.Tensor | None = None
+    kv_weight_scale: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states, norms and embeddings; of fc and kv_proj too unless they are float8."""
+        return self.hidden_norm.dtype
 
     @property
     def hidden_size(self) -> int:

@@ -33,6 +33,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (y * weight.to(wide)).to(x.dtype)
 
 
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`F.linear`; a float8 weight with its scales in float32 (or wider), rounded once."""
+    if weight_scale is None:
+        return F.linear(x, weight, bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.linear(x.to(wide), weight.to(wide)) * weight_scale.to(wide)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
 def apply_rope(
     k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox_style: bool
 ) -> torch.Tensor:
@@ -63,7 +77,7 @@ def project_hidden_states(layer: DraftLayer, packed: torch.Tensor) -> torch.Tens
             for chunk, weight in zip(chunks, layer.fc_norm, strict=True)
         )
         packed = torch.cat(list(normed), dim=-1)
-    return F.linear(packed, layer.fc, layer.fc_bias)
+    return linear(packed, layer.fc, layer.fc_weight_scale, layer.fc_bias)
 
 
 def draft_kv(
@@ -72,7 +86,8 @@ def draft_kv(
     """K (rotated) and V, [rows, num_kv_heads, head_dim] each, in the weights' dtype."""
     hidden = rms_norm(project_hidden_states(layer, packed), layer.hidden_norm, layer.rms_norm_eps)
     embeds = rms_norm(embeds, layer.input_layernorm, layer.rms_norm_eps)
-    kv = F.linear(torch.cat((embeds, hidden), dim=-1), layer.kv_proj, layer.kv_bias)
+    x = torch.cat((embeds, hidden), dim=-1)
+    kv = linear(x, layer.kv_proj, layer.kv_weight_scale, layer.kv_bias)
     k, v = kv.unflatten(-1, (2, layer.num_kv_heads, layer.head_dim)).unbind(1)
     return apply_rope(k, positions, layer.cos_sin_cache, layer.is_neox_style), v
 

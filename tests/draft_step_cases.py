@@ -176,15 +176,16 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 def error_tolerance(dtype: torch.dtype) -> float:
     """How much more error than plain torch is let pass: another order of summation (arbitrary).
 
-    Triton's interpreter truncates where the GPU rounds to bfloat16: twice the error per rounding.
+    Triton's interpreter truncates where the GPU rounds to bfloat16: twice the error per rounding,
+    always towards zero, so that it adds up over the kernels.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.bfloat16
-    return 3.0 if interpreted else 1.15
+    return 4.0 if interpreted else 1.15
 
 
 def check_step(step: dict[str, Any], backend: str) -> None:
     """Run the step with `backend`; copies are bitwise, K and V as near to fp64 as plain torch."""
-    tolerance = error_tolerance(step["layer"].kv_proj.dtype)
+    tolerance = error_tolerance(step["layer"].dtype)
     ours, plain, exact = copy_written(step), copy_written(step), copy_written(widened(step))
     ops.fused_draft_step(**ours, backend=backend)
     reference.fused_draft_step(**plain)

@@ -129,7 +129,7 @@ LAYERS = {
         "kv_proj must be contiguous",
     ),
     "bias size": (dict(fc_bias=torch.zeros(64).bfloat16()), "fc_bias must have shape [128]"),
-    "mixed dtypes": (dict(hidden_norm=torch.zeros(128)), "hidden_norm must be bfloat16"),
+    "mixed dtypes": (dict(input_layernorm=torch.zeros(128)), "input_layernorm must be bfloat16"),
     "cache dtype": (dict(cos_sin_cache=torch.zeros(97, 64).half()), "cos_sin_cache must be"),
     "odd rotary": (dict(cos_sin_cache=torch.zeros(97, 63)), "rotary_dim is 63"),
     "long rotary": (dict(cos_sin_cache=torch.zeros(97, 128)), "rotary_dim is 128"),

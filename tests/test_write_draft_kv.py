@@ -84,12 +84,12 @@ def test_every_bfloat16_becomes_torch_s_float8(dtype: torch.dtype) -> None:
     values = bits.view(torch.bfloat16).reshape(-1, 2, 64)
     values = values[values.isfinite().all(-1).all(-1)]
     rows = values.shape[0]
-    from fused_fallback.kernels.triton.draft_step import store
+    from fused_fallback.kernels.triton.store import store
 
     step = make_step(Case(pool=dtype), rows, device=DEVICE, num_slots=rows)
     store(
         layer=step["layer"],
-        kv=torch.stack((values, values), dim=1).reshape(rows, -1).contiguous(),
+        kv=torch.stack((values, values), dim=1).reshape(1, rows, -1).contiguous(),
         positions=step["seq_lens"],
         out_cache_loc=step["out_cache_loc"],
         k_buffer=step["k_buffer"],

@@ -86,6 +86,8 @@ def unsupported(
         return reason
     if layer.fc is None:
         return "the draft has no fc"
+    if layer.kv_weight_scale is not None:
+        return "its weights are float8"
     if aux and aux[0].shape[0] > MAX_ROWS:
         return f"{aux[0].shape[0]} rows exceed {MAX_ROWS}"
     if layer.head_dim > KV_ROWS and layer.is_neox_style:

@@ -1,0 +1,283 @@
+"""The draft step's two matmuls: split over K for few rows, the library's for many.
+
+For few rows both are a walk over the weights, once: every block takes a tile of weight rows and a
+share of K and leaves float32 partial sums, which the kernel that follows adds up in the order of
+the shares, so that the same inputs give the same bytes. The K and V matmul starts with the
+embedding half of its input while the hidden half is still being normed.
+
+float8 weights (`quantize_layer`) are widened as they are read for few rows. For many rows the input
+is rounded to float8 as well, each row by its own scale, and `torch._scaled_mm` multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ..float8 import E4M3_MAX, E4M3_OVERFLOW
+from .dependent_launch import has_dependent_launch, start_next, wait_for_previous
+from .float8 import FLOAT8_E4M3, to_float8_bits
+from .prepare import num_warps_for
+
+MAX_SPLIT_ROWS = 128  # above, library matmuls are bound by FLOPs and near the ceiling
+MAX_SPLITS = 16  # arbitrary; the sums are read back this many times
+INTERPRETED_MULTIPROCESSORS = 8  # arbitrary
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # interpreted: float32 alone
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How `split_k_kernel` cuts its work.
+
+    Args:
+        rows: batch rows of a tile, a power of two from 16.
+        weight_rows, k: the tile of weights that is on its way in one of `num_stages` buffers.
+        blocks: of a multiprocessor, which decides into how many shares K is split.
+    """
+
+    rows: int
+    weight_rows: int
+    k: int
+    num_warps: int
+    num_stages: int
+    blocks: int
+
+
+def tiles_for(rows: int) -> Tiles:
+    """Tiles that keep 120 KiB or more of weights in flight and read a batch row few times.
+
+    Arbitrary within that; `profiling/bench_draft_step.py --variants` measures others.
+    """
+    if rows <= 16:
+        return Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=4, blocks=2)
+    if rows <= 64:
+        return Tiles(64, weight_rows=128, k=64, num_warps=4, num_stages=4, blocks=2)
+    return Tiles(128, weight_rows=128, k=64, num_warps=8, num_stages=4, blocks=1)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_splits(*, weight_rows: int, k: int, tiles: Tiles, multiprocessors: int) -> int:
+    """Shares of K: as many blocks as run at once, and no share without a step."""
+    tiles_of_weights = triton.cdiv(weight_rows, tiles.weight_rows)
+    splits = multiprocessors * tiles.blocks // tiles_of_weights
+    return max(1, min(splits, MAX_SPLITS, triton.cdiv(k, tiles.k)))
+
+
+@triton.jit
+def multiply_share(
+    x_row_ptrs,  # [BLOCK_M, 1]
+    weight_row_ptrs,  # [BLOCK_N, 1]
+    in_rows,  # [BLOCK_M, 1]
+    in_weight_rows,  # [BLOCK_N, 1]
+    begin,
+    end,
+    k_size,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """x @ weight.T over the steps [begin, end) of `k_size` columns."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(begin, end):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(x_row_ptrs + k, mask=in_rows & (k < k_size), other=0.0)
+        weight = tl.load(
+            weight_row_ptrs + k,
+            mask=in_weight_rows & (k < k_size),
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        acc = tl.dot(x.to(OPERAND), tl.trans(weight.to(OPERAND)), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def split_k_kernel(
+    x_ptr,  # [rows, WIDTH]
+    weight_ptr,  # [N, WIDTH] of the dtype of x, or float8
+    partials_ptr,  # [SPLITS, rows, N] float32 (output)
+    rows,
+    stride_x,
+    num_weight_rows,  # N
+    width,
+    k_size,  # width, or half of it
+    first,  # the column it starts at
+    second,  # the column of the half that the kernel before writes, or None
+    num_splits,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OPERAND: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    m = tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    x_row_ptrs = x_ptr + m.to(tl.int64) * stride_x
+    weight_row_ptrs = weight_ptr + n[:, None].to(tl.int64) * width
+    in_rows, in_weight_rows = m < rows, n < num_weight_rows
+    steps = tl.cdiv(k_size, BLOCK_K)
+    begin, end = steps * split // num_splits, steps * (split + 1) // num_splits
+    acc = multiply_share(
+        x_row_ptrs + first, weight_row_ptrs + first, in_rows, in_weight_rows[:, None],
+        begin, end, k_size, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
+    )  # fmt: skip
+    wait_for_previous(DEPENDENT)
+    start_next(DEPENDENT)
+    if second is not None:  # a sum of its own: the same bytes whichever half came first
+        acc += multiply_share(
+            x_row_ptrs + second, weight_row_ptrs + second, in_rows, in_weight_rows[:, None],
+            begin, end, k_size, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
+        )  # fmt: skip
+    to = partials_ptr + (split * rows + m).to(tl.int64) * num_weight_rows + n[None, :]
+    tl.store(to, acc, mask=in_rows & in_weight_rows[None, :])
+
+
+@triton.jit
+def summed(
+    partials_ptr,  # [SPLITS, rows, N] float32, or [1, rows, N] in the weights' dtype
+    row,
+    rows,
+    columns,
+    mask,
+    weight_scale_ptr,  # [N] float32 or None
+    bias_ptr,  # [N] or None
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Columns of a row of the product, in float32."""
+    at = row * N + columns
+    y = tl.load(partials_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        y += tl.load(partials_ptr + rows.to(tl.int64) * N * split + at, mask=mask, other=0.0)
+    if weight_scale_ptr is not None:
+        y *= tl.load(weight_scale_ptr + columns, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr,  # [rows, WIDTH]
+    stride_x,
+    y_ptr,  # [rows, WIDTH] uint8, the bits of float8_e4m3fn (output)
+    scale_ptr,  # [rows] float32 (output)
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    largest = tl.full((), 0.0, tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        at = start + column
+        x = tl.load(x_ptr + row * stride_x + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=0))
+    scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+    tl.store(scale_ptr + row, scale)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        at = start + column
+        x = tl.load(x_ptr + row * stride_x + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        bits = to_float8_bits(x / scale, FORMAT, OVERFLOW)
+        tl.store(y_ptr + row * WIDTH + at, bits, mask=at < WIDTH)
+
+
+def split_k(
+    x: torch.Tensor, weight: torch.Tensor, *, early: bool, late_half: int | None = None
+) -> torch.Tensor:
+    """Partial sums [splits, rows, N] float32 of `x @ weight.T`; scales and bias are not applied.
+
+    Args:
+        x: [rows, K], rows at most `MAX_SPLIT_ROWS`.
+        weight: [N, K] in the dtype of x or float8_e4m3fn.
+        early: start beside the kernel before, which must be one of this package.
+        late_half: 0 or 1, the half of the columns of `x` that the kernel before writes; if None,
+            it writes nothing of `x`.
+    """
+    rows, (n, width) = x.shape[0], weight.shape
+    k = width if late_half is None else width // 2
+    first, second = (0, None) if late_half is None else (k * (1 - late_half), k * late_half)
+    tiles = tiles_for(rows)
+    splits = num_splits(weight_rows=n, k=k, tiles=tiles, multiprocessors=_multiprocessors(x.device))
+    partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
+    dependent = has_dependent_launch(x.device)
+    split_k_kernel[(triton.cdiv(n, tiles.weight_rows), splits)](
+        x,
+        weight,
+        partials,
+        rows,
+        x.stride(0),
+        n,
+        width,
+        k,
+        first,
+        second,
+        splits,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.weight_rows,
+        BLOCK_K=tiles.k,
+        OPERAND=_OPERANDS[x.dtype] if x.is_cuda else tl.float32,
+        DEPENDENT=dependent,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        launch_pdl=dependent and early,
+    )
+    return partials
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, width] float8_e4m3fn and [rows, 1] float32: x is their product."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    block = min(4096, triton.next_power_of_2(width))  # arbitrary
+    quantize_rows_kernel[(rows,)](
+        x,
+        x.stride(0),
+        y.view(torch.uint8),
+        scale,
+        WIDTH=width,
+        LARGEST=E4M3_MAX,
+        OVERFLOW=E4M3_OVERFLOW,
+        FORMAT=FLOAT8_E4M3,
+        BLOCK=block,
+        num_warps=num_warps_for(block),
+    )
+    return y, scale
+
+
+def library_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` [1, rows, N] in the dtype of x, in the form of `split_k`."""
+    if weight_scale is None:
+        return F.linear(x, weight, bias).unsqueeze(0)
+    quantized, scale = quantize_rows(x)
+    product = torch._scaled_mm(
+        quantized,
+        weight.t(),
+        scale_a=scale,
+        scale_b=weight_scale.unsqueeze(0),
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return product.unsqueeze(0)
