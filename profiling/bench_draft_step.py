@@ -2,9 +2,12 @@
 
     python -m fused_fallback.profiling.bench_draft_step --output draft_step.json
     python -m fused_fallback.profiling.bench_draft_step --plot draft_step.json   # draws beside it
+    python -m fused_fallback.profiling.bench_draft_step --variants variants.json   # Triton only
 
 Every number is the median of interleaved replays of CUDA graphs, per step, with weights and inputs
-rotated so that none is in L2. The floor is Shape.floor_us.
+rotated so that none is in L2. The floor is Shape.floor_us. Up to 512 rows it is `fused_draft_step`,
+above `write_draft_kv`, as in serving; a peer does the same work, except `cublas`, which is the two
+matmuls alone, and `full_layer`, which is more. A peer that this machine lacks is null.
 """
 
 from __future__ import annotations
@@ -15,82 +18,207 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from ..bindings import ops
-from ..kernels.cuda.draft_step import MAX_ROWS
+from ..kernels import reference
+from ..kernels.float8 import quantize_layer
+from ..kernels.triton import draft_step, matmul, prepare, store
+from ..kernels.triton.matmul import Tiles
 from .draft_step_peers import (
     SHAPES,
     Shape,
+    flashinfer_pieces,
     full_layer,
     matmuls,
     random_layer,
     random_step,
     unfused,
+    widened_layer,
+    write,
 )
-from .timing import interleaved_medians
+from .timing import Work, interleaved_medians
 
 ROTATED_BYTES = 500e6  # several times the H200's 60 MB of L2
-DECODE_ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
-PREFILL_ROWS = (2048, 8192)
-PEERS = ("fused", "triton", "cublas", "torch", "compile", "full_layer")
+ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
+LARGEST_DECODE = 512
+CUDA_ROWS = 64  # of the one-launch kernel
+PEERS = ("triton", "cuda", "fp8", "cublas", "torch", "compile", "flashinfer", "full_layer")
+TILES = {
+    16: (
+        Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=5, blocks=2),
+        Tiles(16, weight_rows=32, k=256, num_warps=4, num_stages=4, blocks=2),
+        Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=4),
+        Tiles(16, weight_rows=64, k=256, num_warps=4, num_stages=4, blocks=1),
+        Tiles(16, weight_rows=128, k=128, num_warps=8, num_stages=4, blocks=1),
+    ),
+    64: (
+        Tiles(64, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=2),
+        Tiles(64, weight_rows=128, k=128, num_warps=8, num_stages=4, blocks=1),
+        Tiles(64, weight_rows=128, k=64, num_warps=8, num_stages=4, blocks=2),
+        Tiles(64, weight_rows=256, k=64, num_warps=8, num_stages=4, blocks=1),
+    ),
+    128: (
+        Tiles(128, weight_rows=128, k=128, num_warps=8, num_stages=3, blocks=1),
+        Tiles(128, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=2),
+        Tiles(128, weight_rows=64, k=64, num_warps=4, num_stages=4, blocks=2),
+    ),
+}
 
 
-def fastest(step: dict[str, Any]) -> str:
-    """One launch as far as its kernel goes, five above."""
-    return "cuda" if step["next_token_ids"].shape[0] <= MAX_ROWS else "triton"
-
-
-def variants(
-    shape: Shape, steps: list[dict[str, Any]], peers: list[str]
-) -> dict[str, list[Callable[[], object]]]:
-    """One callable a copy of the weights, for each peer."""
-    compiled = torch.compile(unfused, dynamic=False) if "compile" in peers else unfused
-
-    def each(make: Callable[[dict[str, Any]], Callable[[], object]]) -> list[Callable[[], object]]:
-        return [make(step) for step in steps]
-
-    makers: dict[str, Callable[[dict[str, Any]], Callable[[], object]]] = {
-        "fused": lambda step: lambda: ops.fused_draft_step(**step, backend=fastest(step)),
-        "triton": lambda step: lambda: ops.fused_draft_step(**step, backend="triton"),
+def makers(
+    shape: Shape, rows: int, peers: list[str], quantized: dict[int, Any]
+) -> dict[str, Callable[[dict[str, Any]], Work]]:
+    """For each peer that there is, what makes its work of a step."""
+    compiled = torch.compile(unfused, dynamic=True) if "compile" in peers else unfused
+    found: dict[str, Callable[[dict[str, Any]], Work]] = {
+        "triton": lambda step: lambda: write(step, "triton"),
+        "cuda": lambda step: lambda: write(step, "cuda"),
+        "fp8": lambda step: lambda: write(step, "triton", quantized[id(step["layer"])]),
         "cublas": matmuls,
         "torch": lambda step: lambda: unfused(step),
         "compile": lambda step: lambda: compiled(step),
+        "flashinfer": flashinfer_pieces,
         "full_layer": lambda step: full_layer(step, shape),
     }
-    return {name: each(makers[name]) for name in peers}
+    if rows > CUDA_ROWS:
+        del found["cuda"]
+    return {name: found[name] for name in peers if name in found}
 
 
-def measure(name: str, rows_list: list[int], peers: list[str], rounds: int) -> list[dict[str, Any]]:
+def rotations(
+    shape: Shape, steps: list[dict[str, Any]], peers: list[str], quantized: dict[int, Any]
+) -> dict[str, list[Work]]:
+    """One callable a copy of the weights for each peer; says which peers fail, and why."""
+    rows, found = steps[0]["next_token_ids"].shape[0], {}
+    for name, make in makers(shape, rows, peers, quantized).items():
+        try:
+            found[name] = [make(step) for step in steps]
+            found[name][0]()
+            torch.cuda.synchronize()
+        except (ImportError, RuntimeError, ValueError, OSError) as error:
+            found.pop(name, None)
+            print(f"{name}, {rows} rows: null, {type(error).__name__}: {error}", flush=True)
+    return found
+
+
+def measure(name: str, rows_list: list[int], peers: list[str]) -> list[dict[str, Any]]:
     """Rows of the results for one shape; prints each as it comes."""
     shape = SHAPES[name]
     copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
     layers = [random_layer(shape) for _ in range(copies)]
+    quantized = {id(layer): quantize_layer(layer) for layer in layers if "fp8" in peers}
     results = []
     for rows in rows_list:
-        steps = [random_step(layer, rows) for layer in layers]
-        times = interleaved_medians(variants(shape, steps, peers), rounds=rounds)
-        floor = shape.floor_us(rows)
-        line = {"shape": name, "rows": rows, "floor_us": round(floor, 1)}
-        if "fused" in times:
-            fused = times.pop("fused")
+        prefill = rows > LARGEST_DECODE
+        steps = [random_step(layer, rows, prefill=prefill) for layer in layers]
+        works = rotations(shape, steps, peers, quantized)
+        times = interleaved_medians(works, rounds=1 if prefill else 3)
+        floor, us = shape.floor_us(rows), times.get("triton")
+        line: dict[str, Any] = {"shape": name, "rows": rows, "floor_us": round(floor, 1)}
+        if us is not None:
             line |= {
-                "us": round(fused, 1),
-                "gb_per_s": round(shape.weight_bytes() / fused / 1e3),
-                "percent_of_floor": round(100 * floor / fused),
+                "us": round(us, 1),
+                "gb_per_s": round(shape.weight_bytes() / us / 1e3),
+                "percent_of_floor": round(100 * floor / us),
             }
-        line |= {f"{peer}_us": round(us, 1) for peer, us in times.items()}
+        rounded = {peer: round(times[peer], 1) if peer in times else None for peer in peers}
+        line |= {f"{peer}_us": us for peer, us in rounded.items() if peer != "triton"}
         print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
         results.append(line)
-        del steps
+        del steps, works
         gc.collect()
         torch.cuda.empty_cache()
     return results
+
+
+def errors(name: str, rows: int) -> dict[str, Any]:
+    """Relative error of K and V against fp64, in bfloat16 and with float8 weights."""
+    layer = random_layer(SHAPES[name])
+    step = random_step(layer, rows)
+    wide = {"layer": widened_layer(layer), "aux_hidden_states": step["aux_hidden_states"].double()}
+    pools = {pool: torch.zeros_like(step[pool], dtype=torch.float64) for pool in _POOLS}
+    reference.write_draft_kv(
+        **wide,
+        **pools,
+        token_ids=step["next_token_ids"],
+        positions=step["seq_lens"],
+        out_cache_loc=step["out_cache_loc"],
+    )
+    line: dict[str, Any] = {"shape": name, "rows": rows}
+    for kind, of in (("bfloat16", layer), ("float8", quantize_layer(layer))):
+        write(step, "triton", of)
+        for pool, exact in pools.items():
+            error = (step[pool].double() - exact).norm() / exact.norm()
+            line[f"{pool[0]}_error_{kind}"] = float(f"{error.item():.3g}")
+    print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
+    return line
+
+
+_POOLS = ("k_buffer", "v_buffer")
+
+
+@contextmanager
+def changed(**change: Any) -> Iterator[None]:
+    """The Triton path with one thing different, while a step is captured."""
+    with ExitStack() as stack:
+        if change.get("dependent") is False:
+            for module in (draft_step, matmul, prepare, store):
+                no = patch.object(module, "has_dependent_launch", lambda device: False)
+                stack.enter_context(no)
+        if "split_rows" in change:
+            rows = change["split_rows"]
+            stack.enter_context(patch.object(draft_step, "MAX_SPLIT_ROWS", rows))
+        if change.get("one_stream"):
+            stack.enter_context(patch.object(draft_step, "_side_stream", lambda x, packed: None))
+        if "tiles" in change:
+            stack.enter_context(patch.object(matmul, "tiles_for", lambda rows: change["tiles"]))
+        yield
+
+
+def measure_variants(name: str, rows: int) -> dict[str, Any]:
+    """The Triton path as it is and with one thing different, and its matmuls by cuBLAS."""
+    shape = SHAPES[name]
+    copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
+    steps = [random_step(random_layer(shape), rows) for _ in range(copies)]
+    changes: dict[str, dict[str, Any]] = {"as it is": {}}
+    if rows <= matmul.MAX_SPLIT_ROWS:
+        changes["no dependent launch"] = {"dependent": False}
+        changes["library matmuls"] = {"split_rows": 0}
+        changes["library matmuls, one stream"] = {"split_rows": 0, "one_stream": True}
+        bucket = next(limit for limit in TILES if rows <= limit)
+        changes |= {str(tiles): {"tiles": tiles} for tiles in TILES[bucket]}
+    else:
+        changes["one stream"] = {"one_stream": True}
+        changes["no dependent launch"] = {"dependent": False}
+
+    def work(step: dict[str, Any], change: dict[str, Any]) -> Work:
+        def run() -> None:
+            with changed(**change):
+                write(step, "triton")
+
+        return run
+
+    works: dict[str, list[Work]] = {"cublas": [matmuls(step) for step in steps]}
+    for label, change in changes.items():
+        try:
+            works[label] = [work(step, change) for step in steps]
+            works[label][0]()
+            torch.cuda.synchronize()
+        except RuntimeError as error:  # such as more shared memory than there is
+            del works[label]
+            print(f"{label}: {type(error).__name__}: {error}", flush=True)
+    times = {label: round(us, 1) for label, us in interleaved_medians(works, rounds=3).items()}
+    print(f"{name}, {rows} rows, floor {shape.floor_us(rows):.1f} us")
+    for label, us in sorted(times.items(), key=lambda item: item[1]):
+        print(f"  {us:7.1f}  {label}", flush=True)
+    return {"shape": name, "rows": rows, "floor_us": round(shape.floor_us(rows), 1), "us": times}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -109,23 +237,26 @@ def draw(path: Path) -> Path:
     from matplotlib import pyplot
 
     record = json.loads(path.read_text())
-    decode = [line for line in record["rows"] if line["rows"] <= max(DECODE_ROWS)]
+    decode = [line for line in record["rows"] if line["rows"] <= LARGEST_DECODE]
     names = list(dict.fromkeys(line["shape"] for line in decode))
     figure, panels = pyplot.subplots(1, len(names), figsize=(5.5 * len(names), 4), squeeze=False)
     curves = {
         "floor_us": ("floor", "k--"),
         "us": ("fused", "C3o-"),
+        "fp8_us": ("fused, float8 weights", "C1o-"),
+        "cuda_us": ("one launch, CUDA", "C2^-"),
         "cublas_us": ("cuBLAS, its two matmuls alone", "C0s-"),
-        "triton_us": ("Triton and cuBLAS", "C2^-"),
+        "flashinfer_us": ("flashinfer's pieces and cuBLAS", "C4d-"),
+        "compile_us": ("torch.compile", "C5v-"),
         "torch_us": ("unfused torch", "C7v-"),
     }
     for panel, name in zip(panels[0], names, strict=True):
         lines = [line for line in decode if line["shape"] == name]
         for key, (label, style) in curves.items():
-            points = [(line["rows"], line[key]) for line in lines if key in line]
+            points = [(line["rows"], line[key]) for line in lines if line.get(key) is not None]
             if points:
                 panel.plot(*zip(*points, strict=True), style, label=label)
-        panel.set(title=f"{name} draft, {record['device']}", xlabel="rows", ylabel="us a step")
+        panel.set(title=f"{name} draft, {record['device']}", xlabel="rows", ylabel="µs a step")
         panel.set_xscale("log", base=2)
         panel.set_ylim(bottom=0)
     panels[0][0].legend()
@@ -137,10 +268,30 @@ def draw(path: Path) -> Path:
 
 def commit() -> str | None:
     """The commit of the checkout, if there is one."""
-    found = subprocess.run(
-        ("git", "rev-parse", "HEAD"), cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    try:
+        found = subprocess.run(
+            ("git", "rev-parse", "HEAD"), cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
     return found.stdout.strip() or None
+
+
+def write_record(path: Path | None, commit: str | None, **content: Any) -> None:
+    """The device and the versions, then the content."""
+    import triton
+
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "date": date.today().isoformat(),
+        **content,
+    }
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}")
 
 
 def main() -> None:
@@ -148,10 +299,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--rows", nargs="+", type=int, default=[*DECODE_ROWS, *PREFILL_ROWS])
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", default=commit(), help="recorded in the JSON file")
+    parser.add_argument("--variants", type=Path, help="measure the Triton path's variants instead")
     parser.add_argument("--plot", type=Path, help="only draw this JSON file")
     parser.add_argument(
         "--once",
@@ -172,31 +324,26 @@ def main() -> None:
             if i == arguments.once - 1:
                 torch.cuda.synchronize()
                 torch.cuda.profiler.start()
-            ops.fused_draft_step(**step, backend=arguments.backend)
+            write(step, arguments.backend)
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
         return
-    start, results = time.time(), []
-    for name in arguments.shapes:
-        decode = [rows for rows in arguments.rows if rows <= max(DECODE_ROWS)]
-        prefill = [rows for rows in arguments.rows if rows > max(DECODE_ROWS)]
-        results += measure(name, decode, arguments.peers, rounds=3)
-        peers = [peer for peer in arguments.peers if peer in ("fused", "cublas", "torch")]
-        results += measure(name, prefill, peers, rounds=1)
-    import triton
-
-    record = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": arguments.commit,
-        "date": date.today().isoformat(),
-        "rows": results,
-    }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(results))
-    print(f"{record['device']}, torch {record['torch']}, {time.time() - start:.0f} s")
+    start = time.time()
+    if arguments.variants:
+        cells = [(name, rows) for name in arguments.shapes for rows in arguments.rows]
+        variants = [measure_variants(name, rows) for name, rows in cells]
+        write_record(arguments.variants, arguments.commit, variants=variants)
+    else:
+        results, accuracy = [], []
+        for name in arguments.shapes:
+            results += measure(name, arguments.rows, arguments.peers)
+            if "fp8" in arguments.peers:
+                accuracy += [errors(name, rows) for rows in (64, 512)]
+            gc.collect()
+            torch.cuda.empty_cache()
+        write_record(arguments.output, arguments.commit, rows=results, errors=accuracy)
+        print(table(results))
+    print(f"{time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":

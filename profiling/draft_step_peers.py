@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ..bindings import ops
 from ..kernels.draft_layer import DraftLayer
 
 MAX_POSITION = 4096
@@ -76,8 +77,9 @@ def random_layer(shape: Shape, device: str = "cuda") -> DraftLayer:
     )
 
 
-def random_step(layer: DraftLayer, rows: int) -> dict[str, Any]:
-    """Arguments of `ops.fused_draft_step`, every row live."""
+def random_step(layer: DraftLayer, rows: int, *, prefill: bool = False) -> dict[str, Any]:
+    """Arguments of `ops.fused_draft_step`, every row live; for a prefill, which keeps nothing but
+    K and V, `kept_hidden_states` is None and only `write` takes them."""
     device, width = layer.hidden_norm.device, layer.num_aux_hidden_states * layer.hidden_size
     pool = torch.zeros(
         rows + 4096, layer.num_kv_heads, layer.head_dim, device=device, dtype=torch.bfloat16
@@ -91,12 +93,37 @@ def random_step(layer: DraftLayer, rows: int) -> dict[str, Any]:
         "seq_lens": torch.randint(0, MAX_POSITION, (rows,), device=device),
         "req_pool_indices": torch.randperm(rows, device=device),
         "out_cache_loc": torch.randperm(rows + 4096, device=device)[:rows],
-        "kept_hidden_states": torch.zeros(rows, width, device=device, dtype=torch.bfloat16),
+        "kept_hidden_states": None
+        if prefill
+        else torch.zeros(rows, width, device=device, dtype=torch.bfloat16),
         "bonus_tokens": torch.zeros(rows, device=device, dtype=torch.int32),
         "new_seq_lens": torch.zeros(rows, device=device, dtype=torch.int64),
         "k_buffer": pool,
         "v_buffer": pool.clone(),
     }
+
+
+def widened_layer(layer: DraftLayer) -> DraftLayer:
+    """The layer in float64, for an exact result."""
+    weights = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    wide = {k: v.double() for k, v in weights.items() if isinstance(v, torch.Tensor)}
+    return replace(layer, **wide)
+
+
+def write(step: dict[str, Any], backend: str = "auto", layer: DraftLayer | None = None) -> None:
+    """The op itself: `fused_draft_step`, or of a prefill `write_draft_kv`."""
+    layer = layer or step["layer"]
+    if step["kept_hidden_states"] is not None:
+        ops.fused_draft_step(**{**step, "layer": layer}, backend=backend)
+        return
+    names = ("aux_hidden_states", "out_cache_loc", "k_buffer", "v_buffer")
+    ops.write_draft_kv(
+        layer=layer,
+        token_ids=step["next_token_ids"],
+        positions=step["seq_lens"],
+        **{name: step[name] for name in names},
+        backend=backend,
+    )
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -109,13 +136,19 @@ def _rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
+def _keep(step: dict[str, Any]) -> None:
+    """Stages capture_aux_hidden_states and build_draft_input."""
+    if step["kept_hidden_states"] is not None:
+        step["kept_hidden_states"][step["req_pool_indices"]] = step["aux_hidden_states"]
+        step["bonus_tokens"].copy_(step["next_token_ids"])
+        torch.add(step["seq_lens"], 1, out=step["new_seq_lens"])
+
+
 def unfused(step: dict[str, Any]) -> None:
     """The step as a chain of torch calls that a graph can hold: no padding, no checks."""
     layer: DraftLayer = step["layer"]
     aux, tokens, slots = step["aux_hidden_states"], step["next_token_ids"], step["out_cache_loc"]
-    step["kept_hidden_states"][step["req_pool_indices"]] = aux
-    step["bonus_tokens"].copy_(tokens)
-    torch.add(step["seq_lens"], 1, out=step["new_seq_lens"])
+    _keep(step)
     hidden = _rms_norm(F.linear(aux, layer.fc), layer.hidden_norm)  # type: ignore[arg-type]
     embeds = _rms_norm(F.embedding(tokens, layer.embed_tokens), layer.input_layernorm)  # type: ignore[arg-type]
     kv = F.linear(torch.cat((embeds, hidden), dim=-1), layer.kv_proj)
@@ -130,6 +163,45 @@ def matmuls(step: dict[str, Any]) -> Callable[[], object]:
     aux = step["aux_hidden_states"]
     x = torch.randn(aux.shape[0], 2 * layer.hidden_size, device=aux.device, dtype=aux.dtype)
     return lambda: (F.linear(aux, layer.fc), F.linear(x, layer.kv_proj))  # type: ignore[arg-type]
+
+
+def flashinfer_pieces(step: dict[str, Any]) -> Callable[[], object]:
+    """cuBLAS with flashinfer's own norms, RoPE and paged store; a page holds one slot.
+
+    Raises:
+        ImportError: flashinfer is not installed.
+    """
+    from flashinfer import rmsnorm
+    from flashinfer.page import append_paged_kv_cache
+    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
+
+    layer: DraftLayer = step["layer"]
+    aux, tokens, hidden_size = step["aux_hidden_states"], step["next_token_ids"], layer.hidden_size
+    rows, device = aux.shape[0], aux.device
+    x = torch.empty(rows, 2 * hidden_size, device=device, dtype=aux.dtype)
+    query = torch.empty(rows, layer.head_dim, device=device, dtype=aux.dtype)
+    request = torch.arange(rows + 1, device=device, dtype=torch.int32)
+    pages = step["out_cache_loc"].int()
+    zeros, ones = torch.zeros_like(pages), torch.ones_like(pages)
+    pools = tuple(step[name].unsqueeze(1) for name in ("k_buffer", "v_buffer"))
+
+    def run() -> None:
+        _keep(step)
+        embeds = F.embedding(tokens, layer.embed_tokens)  # type: ignore[arg-type]
+        rmsnorm(embeds, layer.input_layernorm, layer.rms_norm_eps, out=x[:, :hidden_size])
+        hidden = F.linear(aux, layer.fc)  # type: ignore[arg-type]
+        rmsnorm(hidden, layer.hidden_norm, layer.rms_norm_eps, out=x[:, hidden_size:])
+        k, v = F.linear(x, layer.kv_proj).chunk(2, dim=-1)
+        apply_rope_with_cos_sin_cache_inplace(
+            step["seq_lens"], query, k, layer.head_dim, layer.cos_sin_cache, is_neox=True
+        )
+        heads = (layer.num_kv_heads, layer.head_dim)
+        append_paged_kv_cache(
+            k.unflatten(-1, heads), v.unflatten(-1, heads), request[:-1], zeros, pools, pages,
+            request, ones,
+        )  # fmt: skip
+
+    return run
 
 
 def full_layer(step: dict[str, Any], shape: Shape) -> Callable[[], object]:
