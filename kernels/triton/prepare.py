@@ -48,7 +48,7 @@ def normed(x, scale, weight_ptr, mask):
 
 @triton.jit
 def prepare_kernel(
-    aux_ptrs,  # up to four of [rows, width of a part]
+    aux_ptrs,  # up to four of [rows, width of a part], or None
     aux_strides,
     rows_ptr,  # [programs] or None: source rows of the aux states
     slots_ptr,  # [programs] or None
@@ -191,8 +191,8 @@ def prepare(
         aux_programs = num_aux if input_norm is None and hidden_norm is None else 1
     device = (parts[0] if parts else token_ids).device
     prepare_kernel[(num_programs, aux_programs + int(token_ids is not None))](
-        tuple(parts),
-        tuple(part.stride(0) for part in parts),
+        tuple(parts) or None,
+        tuple(part.stride(0) for part in parts) or None,
         rows,
         out_cache_loc,
         req_pool_indices,
