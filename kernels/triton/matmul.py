@@ -25,7 +25,7 @@ from .float8 import FLOAT8_E4M3, to_float8_bits
 from .prepare import num_warps_for
 
 MAX_SPLIT_ROWS = 128  # above, library matmuls are bound by FLOPs and near the ceiling
-MAX_SPLITS = 16  # arbitrary; the sums are read back this many times
+MAX_SPLITS = 32  # arbitrary; the sums are read back this many times
 INTERPRETED_MULTIPROCESSORS = 8  # arbitrary
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # interpreted: float32 alone
 
