@@ -72,7 +72,7 @@ class DraftStepGraphRunner:
         if reason:
             raise ValueError(f"backend 'triton' does not support this draft: {reason}")
         free_before = _free_bytes(device)
-        rows, dtype = self.batch_sizes[-1], layer.kv_proj.dtype
+        rows, dtype = self.batch_sizes[-1], layer.dtype
         num_aux, width = layer.num_aux_hidden_states, layer.target_hidden_size
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

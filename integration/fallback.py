@@ -94,7 +94,7 @@ class FusedFallback:
         self.pool = pool
         self.graphs: DraftStepGraphRunner | None = None  # set once captured, on a GPU
         self.statistics = Statistics()
-        weight = layer.kv_proj
+        weight = layer.hidden_norm
         width = layer.num_aux_hidden_states * layer.target_hidden_size
         self.kept_hidden_states = weight.new_zeros(max_requests, width)
         self._pending = [False] * max_requests

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 FLAG = "--speculative-fused-fallback"
 THRESHOLD, RESUME, MIN_STEPS = (f"{FLAG}-{name}" for name in ("threshold", "resume", "min-steps"))
+FLOAT8 = f"{FLAG}-float8"
 ATTRIBUTE = "_fused_fallback"
 
+_VALUES = {"threshold": THRESHOLD, "resume": RESUME, "min_steps": MIN_STEPS, "float8": FLOAT8}
 DEFAULT_THRESHOLD = 64  # arbitrary: the crossing point depends on model, GPU and prompts
 DEFAULT_MIN_STEPS = 8  # arbitrary: a flip back costs about one draft-extend step
 
@@ -31,6 +33,7 @@ class FallbackArguments:
         resume: at or below this many it is on again; below `threshold`. Default: three quarters
             of the threshold, rounded down.
         min_steps: decode steps that a mode is kept at least, 1 or more.
+        float8: whether off steps read fc and the K and V rows in float8_e4m3fn.
         from_command_line: a refusal ends the process with one line, not with a traceback.
 
     Raises:
@@ -40,6 +43,7 @@ class FallbackArguments:
     threshold: int = DEFAULT_THRESHOLD
     resume: int | None = None
     min_steps: int = DEFAULT_MIN_STEPS
+    float8: bool = False
     from_command_line: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +69,7 @@ class FallbackArguments:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add the four flags to SGLang's parser (`--help`, `--config` files and `sglang serve`)."""
+    """Add the flags to SGLang's parser (`--help`, `--config` files and `sglang serve`)."""
     group = parser.add_argument_group("fused fallback")
     group.add_argument(
         FLAG,
@@ -90,6 +94,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"Decode steps that a mode is kept at least (default {DEFAULT_MIN_STEPS}).",
     )
+    group.add_argument(
+        FLOAT8,
+        action="store_true",
+        default=None,
+        help="Off steps read the draft's weights in float8: half the bytes, drafts a little worse.",
+    )
 
 
 def pop_arguments(values: dict[str, Any]) -> FallbackArguments | None:
@@ -102,15 +112,12 @@ def pop_arguments(values: dict[str, Any]) -> FallbackArguments | None:
         ValueError: contradictory or out-of-range values.
     """
     enabled = values.pop(_name(FLAG), False)
-    given = {
-        field: values.pop(_name(flag), None)
-        for field, flag in (("threshold", THRESHOLD), ("resume", RESUME), ("min_steps", MIN_STEPS))
-    }
+    given = {field: values.pop(_name(flag), None) for field, flag in _VALUES.items()}
     given = {field: value for field, value in given.items() if value is not None}
     if enabled:
         return FallbackArguments(**given)
     if given:
-        names = ", ".join(f"{FLAG}-{field.replace('_', '-')}" for field in given)
+        names = ", ".join(_VALUES[field] for field in given)
         raise ValueError(f"{names} needs {FLAG} as well: without it speculation is never off")
     return None
 
@@ -122,7 +129,8 @@ def server_args(**kwargs: Any) -> ServerArgs:
 
     Args:
         kwargs: what `sglang.Engine` takes, and `speculative_fused_fallback` (bool),
-            `speculative_fused_fallback_threshold`, `_resume` and `_min_steps` (int).
+            `speculative_fused_fallback_threshold`, `_resume`, `_min_steps` (int) and `_float8`
+            (bool).
 
     Raises:
         ValueError: contradictory or out-of-range values.

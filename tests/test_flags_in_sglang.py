@@ -60,7 +60,13 @@ def test_help_shows_the_flags() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     text = parser.format_help()
-    for flag in (FLAG, f"{FLAG}-threshold N", f"{FLAG}-resume N", f"{FLAG}-min-steps N"):
+    for flag in (
+        FLAG,
+        f"{FLAG}-threshold N",
+        f"{FLAG}-resume N",
+        f"{FLAG}-min-steps N",
+        f"{FLAG}-float8",
+    ):
         assert flag in text
 
 
@@ -68,6 +74,7 @@ def test_command_line_reaches_server_args_and_survives_pickling() -> None:
     argv = (FLAG, f"{FLAG}-threshold", "16", f"{FLAG}-resume", "6", f"{FLAG}-min-steps=3")
     record = pickle.loads(pickle.dumps(prepare(*argv)))
     assert arguments_of(record) == FallbackArguments(threshold=16, resume=6, min_steps=3)
+    assert arguments_of(prepare(FLAG, f"{FLAG}-float8")) == FallbackArguments(float8=True)
 
 
 def test_config_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ...bindings.ops import can_fuse
 from ...kernels.draft_layer import DraftLayer
+from ...kernels.float8 import quantize_layer
 from ..fallback import DraftPool, FusedFallback, NextDraftInput
 from ..flags import FallbackArguments
 from ..policy import FallbackPolicy
@@ -60,6 +61,8 @@ class Adapter(ABC):
         self.draft = self._draft_runner()
         self.req_to_token = self.target.req_to_token_pool.req_to_token
         layer, pool = self._draft_layer(), self._draft_pool()
+        if arguments.float8:
+            layer = quantize_layer(layer)
         reason = can_fuse(layer=layer, k_buffer=pool.k_buffer, v_buffer=pool.v_buffer)
         if reason:
             raise ValueError(f"fused fallback: this draft is not supported: {reason}")
