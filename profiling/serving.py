@@ -73,7 +73,11 @@ class Spec:
             }
         if self.mode.startswith("step0"):
             config = Path(tempfile.mkdtemp()) / "step0.json"
-            config.write_text(json.dumps({"1": {"candidate_steps": [0]}}))
+            # SGLang wants the number of steps among the candidates of some batch size.
+            steps = {1: [0], NEVER: [arguments["speculative_num_steps"]]}
+            config.write_text(
+                json.dumps({size: {"candidate_steps": allowed} for size, allowed in steps.items()})
+            )
             arguments |= {"speculative_adaptive": True, "speculative_adaptive_config": str(config)}
         if self.mode in FUSED:
             threshold = {"on": NEVER, "off": 1, "threshold": self.threshold}[self.mode]
