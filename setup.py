@@ -22,7 +22,10 @@ setup(
     python_requires=">=3.11",
     packages=[f"fused_fallback.{name}" for name in (*FOLDERS, *SUBPACKAGES)],
     package_dir={f"fused_fallback.{name}": name for name in FOLDERS},
-    package_data={"fused_fallback.kernels.cuda": ["*.cu", "*.cuh"]},
+    package_data={
+        "fused_fallback.kernels.cuda": ["*.cu", "*.cuh"],
+        "fused_fallback.profiling": ["*.sh", "prompts/*.jsonl"],
+    },
     # torch, triton and sglang are the host's own: a pin here would fight SGLang's.
     extras_require={
         "cuda": ["cupy-cuda13x>=14.2", "nvtx>=0.2.11"],
