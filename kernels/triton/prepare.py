@@ -47,6 +47,23 @@ def normed(x, scale, weight_ptr, mask):
 
 
 @triton.jit
+def norm_embedding(
+    embed_ptr,  # [H]
+    readable,
+    weight_ptr,  # [H]
+    x_ptr,  # [H] (output) zero if the embedding is not readable
+    eps,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    h = tl.arange(0, BLOCK_H)
+    embed = tl.load(embed_ptr + h, mask=(h < H) & readable, other=0.0)
+    wide = embed.to(tl.float32)
+    scale = inverse_rms(tl.sum(wide * wide, axis=0), H, eps)
+    tl.store(x_ptr + h, normed(embed, scale, weight_ptr + h, h < H), mask=h < H)
+
+
+@triton.jit
 def prepare_kernel(
     aux_ptrs,  # up to four of [rows, width of a part], or None
     aux_strides,
@@ -94,16 +111,14 @@ def prepare_kernel(
             tl.store(new_seq_lens_ptr + row, seq_len + 1, mask=live)
         # Stage write_draft_kv: the embedding half of the projection's input.
         if x_ptr is not None:
-            embed_row = row
+            source = row
             if GATHER_EMBEDS:
-                embed_row = tl.load(tokens_ptr + row, mask=live, other=0).to(tl.int64)
-            h = tl.arange(0, BLOCK_H)
-            readable = (h < H) & live & (embed_row >= 0) & (embed_row < num_embeds)
-            embed = tl.load(embeds_ptr + embed_row * stride_embeds + h, mask=readable, other=0.0)
-            wide = embed.to(tl.float32)
-            scale = inverse_rms(tl.sum(wide * wide, axis=0), H, eps)
-            y = normed(embed, scale, input_layernorm_ptr + h, h < H)
-            tl.store(x_ptr + row * (2 * H) + h, y, mask=h < H)
+                source = tl.load(tokens_ptr + row, mask=live, other=0).to(tl.int64)
+            readable = live & (source >= 0) & (source < num_embeds)
+            embed_ptr = embeds_ptr + source * stride_embeds
+            norm_embedding(
+                embed_ptr, readable, input_layernorm_ptr, x_ptr + row * (2 * H), eps, H, BLOCK_H
+            )
     elif AUX_PROGRAMS > 0:
         columns = tl.arange(0, BLOCK_CHUNK)
         in_chunk = columns < CHUNK
