@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from array import array
 from collections import deque
@@ -130,6 +131,8 @@ class Server:
             arguments["speculative_fused_fallback"] = True
         with _overlap_on_a_cpu() if overlap and not TRITON_RELEASE else nullcontext():
             self.scheduler = _build_scheduler(arguments)
+        if not gc.get_freeze_count():
+            gc.freeze()  # SGLang collects garbage at every start, through all that it has imported
         assert self.scheduler.enable_overlap == overlap
         self.scheduler.result_queue = self.results
         if not hasattr(self.scheduler, "schedule_stream"):  # made as the event loop begins

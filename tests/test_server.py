@@ -164,17 +164,21 @@ if SGLANG != "0.5.23":  # every script on one release, "always" in the plain cas
 
 def run(case: str, **server: Any) -> Recording:
     """Drive a case on a server of its own."""
-    options = dict(CASES[case].options)
-    if not server.get("speculative", True):
-        options = {k: v for k, v in options.items() if not k.startswith("speculative")}
-    with Server(**server, **options) as running:
+    with Server(**server, **CASES[case].options) as running:
         CASES[case].drive(running)
         return running.drain(3000)
 
 
-@cache
 def without_speculation(case: str) -> Recording:
-    return run(case, speculative=False)
+    """Its tokens depend on what the requests do, not on page size, pool or chunks."""
+    return _without_speculation(CASES[case].drive, CASES[case].options.get("overlap", False))
+
+
+@cache
+def _without_speculation(drive: Callable[[Server], None], overlap: bool) -> Recording:
+    with Server(speculative=False, overlap=overlap) as running:
+        drive(running)
+        return running.drain(3000)
 
 
 @cache
