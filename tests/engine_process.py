@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fused_fallback.integration.demo.servers import kill_group
 
 STEP_RECORDER = Path(__file__).with_name("step_recorder")
-TIMEOUT_S = 300.0  # of a start, in which kernels may be compiled, and of an order
+TIMEOUT_S = 400.0  # of a start, in which kernels may be compiled, and of an order
 
 
 class Step(NamedTuple):

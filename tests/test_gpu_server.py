@@ -140,9 +140,11 @@ class Servers:
         key = name, backend, overlap
         if key not in self.engines:
             number = len(self.engines)
+            port = FIRST_PORT + PORTS * number
             self.engines[key] = Engine(
                 self.folder / str(number),
-                port=FIRST_PORT + PORTS * number,
+                port=port,
+                nccl_port=port + 1,
                 **common_arguments(backend, overlap),
                 **arguments,
             )
@@ -287,26 +289,27 @@ def test_the_first_steps_after_the_last_off_step() -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    yield rows
-    folder = os.environ.get("FUSED_FALLBACK_RESULTS")
-    if folder and rows:
-        device = torch.cuda.get_device_name() if ON_GPU else "cpu"
-        record = {
-            "device": device,
-            "sglang": SGLANG,
-            "torch": torch.__version__,
-            "commit": os.environ.get("COMMIT") or head(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "dtype": "bfloat16" if ON_GPU else "float32",
-            "prompts": NUM_PROMPTS,
-            "near_tie": NEAR_TIE,
-            "steps_after_flip": STEPS,
-            "rows": rows,
-        }
-        name = f"pair_{device.split()[-1].lower()}_{SGLANG}.json"
-        (Path(folder) / name).write_text(json.dumps(record, indent=1) + "\n")
+def rows() -> list[dict[str, Any]]:
+    """The figures so far."""
+    return []
+
+
+def write(rows: list[dict[str, Any]], folder: Path) -> None:
+    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
+    record = {
+        "device": device,
+        "sglang": SGLANG,
+        "torch": torch.__version__,
+        "commit": os.environ.get("COMMIT") or head(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtype": "bfloat16" if ON_GPU else "float32",
+        "prompts": NUM_PROMPTS,
+        "near_tie": NEAR_TIE,
+        "steps_after_flip": STEPS,
+        "rows": rows,
+    }
+    name = f"pair_{device.split()[-1].lower()}_{SGLANG}.json"
+    (folder / name).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def head() -> str:
@@ -318,7 +321,7 @@ def head() -> str:
 
 @pytest.mark.parametrize(("backend", "overlap"), SETTINGS)
 def test_answers_and_accept_lengths_across_flips(
-    servers: Servers, results: list[dict[str, Any]], backend: str, overlap: bool
+    servers: Servers, rows: list[dict[str, Any]], backend: str, overlap: bool
 ) -> None:
     """An answer in bfloat16 may leave the plain server's only where its two top logits tie."""
     plain = servers.answers("plain", backend, True)
@@ -345,8 +348,10 @@ def test_answers_and_accept_lengths_across_flips(
         cold = servers.engines["cold step 0", backend, overlap]
         cold_answers = servers.answers("cold step 0", backend, overlap)
         row["after_cold_step_0"] = after_flips(cold, cold_answers, never_off).figures()
-    results.append(row)
     print(json.dumps(row))
+    rows.append(row)
+    if folder := os.environ.get("FUSED_FALLBACK_RESULTS"):
+        write(rows, Path(folder))
 
     assert len(margins) <= (len(plain) // 4 if ON_GPU else 0)
     assert fallback["flips"] >= 2 * NUM_WAVES

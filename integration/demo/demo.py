@@ -38,7 +38,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     versions = ("0.5.23", "0.5.17", "0.5.12.post1")
-    add("--sglang", choices=versions, default=versions[0], help="version (%(default)s)")
+    add(
+        "--sglang",
+        choices=versions,
+        default=versions[0],
+        help="version (%(default)s); without a GPU 0.5.12.post1 drafts in Triton's interpreter, "
+        "some ten times slower",
+    )
     add(
         "--out",
         type=Path,

@@ -243,7 +243,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure.suptitle("Speculative decoding off under load, and back on warm", fontsize=14)
     throughput.set_title(
         f"SGLang {record['sglang']}, EAGLE-3 demo pair, {record['device']}; "
-        f"{record['answers_equal']} of {record['answers']} answers equal those without speculation",
+        f"{record['answers_equal']} of {record['answers']} answers equal those without speculation"
+        + (f", {len(ties)} leave them at near ties" if (ties := record["near_ties"]) else ""),
         fontsize=9,
         color=GREY,
     )
