@@ -127,22 +127,6 @@ class FusedFallback:
         return {"off": policy.off, **counters}
 
     @torch.no_grad()
-    def begin_decode(
-        self,
-        *,
-        aux_hidden_states: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-    ) -> None:
-        """Start what `decode` can do before the tokens are sampled; arguments are the same."""
-        if self.graphs is not None and self.graphs.can_replay(out_cache_loc.shape[0]):
-            self.graphs.begin(
-                aux_hidden_states=aux_hidden_states,
-                req_pool_indices=req_pool_indices,
-                out_cache_loc=out_cache_loc,
-            )
-
-    @torch.no_grad()
     def decode(
         self,
         *,
@@ -154,7 +138,7 @@ class FusedFallback:
         requests: list[int],
         input_embeds: torch.Tensor | None = None,
     ) -> NextDraftInput:
-        """Finish a decode step without speculation, after `begin_decode`: one row a request.
+        """Finish a decode step without speculation: one row a request.
 
         Args:
             aux_hidden_states: [num_requests, num_aux * H_target] of position `seq_lens`.
@@ -165,23 +149,24 @@ class FusedFallback:
             requests: `req_pool_indices` as host integers.
             input_embeds: [num_requests, H] where the layer holds no embedding table.
         """
+        rows = {
+            "aux_hidden_states": aux_hidden_states,
+            "next_token_ids": next_token_ids,
+            "seq_lens": seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "out_cache_loc": out_cache_loc,
+            "input_embeds": input_embeds,
+        }
         if self.graphs is not None and self.graphs.can_replay(len(requests)):
-            self.graphs.finish(
-                next_token_ids=next_token_ids, seq_lens=seq_lens, input_embeds=input_embeds
-            )
+            self.graphs.replay(**rows)
         else:
             self.join()
             fused_draft_step(
                 layer=self.layer,
-                aux_hidden_states=aux_hidden_states,
-                next_token_ids=next_token_ids,
-                seq_lens=seq_lens,
-                req_pool_indices=req_pool_indices,
-                out_cache_loc=out_cache_loc,
                 kept_hidden_states=self.kept_hidden_states,
                 bonus_tokens=torch.empty_like(next_token_ids, dtype=torch.int32),
                 new_seq_lens=torch.empty_like(seq_lens),
-                input_embeds=input_embeds,
+                **rows,
                 **self.pool.as_kwargs(),
             )
         self.statistics.steps_off += 1

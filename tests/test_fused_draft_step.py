@@ -47,37 +47,6 @@ def test_step_matches_reference(case: Case, packed: bool, backend: str) -> None:
     check_step(step, backend)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(), Case(bias=True, fc_norm=True), Case(fc=False, hidden=192, target=64)],
-    ids=str,
-)
-@pytest.mark.parametrize("rows", [5, 130])
-def test_halves_write_what_the_step_writes(case: Case, rows: int) -> None:
-    """As in serving: `project` before the token is sampled, `write_projected` after it."""
-    from fused_fallback.kernels.triton.draft_step import project, write_projected
-
-    if DEVICE == "cpu" and rows > 9 and case != Case():
-        pytest.skip("minutes in Triton's interpreter")
-    whole = make_step(case, rows, device=DEVICE, dead=(2,))
-    halves = copy_written(whole)
-    ops.fused_draft_step(**whole, backend="triton")
-    names = ("layer", "aux_hidden_states", "out_cache_loc", "req_pool_indices")
-    x = project(
-        **{name: halves[name] for name in names},
-        kept_hidden_states=halves["kept_hidden_states"],
-    )
-    names = ("layer", "out_cache_loc", "bonus_tokens", "new_seq_lens", "k_buffer", "v_buffer")
-    write_projected(
-        x=x,
-        token_ids=halves["next_token_ids"],
-        positions=halves["seq_lens"],
-        **{name: halves[name] for name in names},
-    )
-    for name in WRITTEN:
-        assert torch.equal(as_bytes(halves[name]), as_bytes(whole[name])), name
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 31, 64, 65, 127, 128])
 def test_row_counts(rows: int, backend: str) -> None:

@@ -29,28 +29,22 @@ def build_runner(step: dict[str, Any], **options: Any) -> DraftStepGraphRunner:
     )
 
 
-def replay(runner: DraftStepGraphRunner, inputs: dict[str, Any]) -> None:
-    before_sampling = ("aux_hidden_states", "req_pool_indices", "out_cache_loc")
-    runner.begin(**{name: inputs[name] for name in before_sampling})
-    runner.finish(next_token_ids=inputs["next_token_ids"], seq_lens=inputs["seq_lens"])
-
-
 @needs_gpu
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "parts"])
-def test_replay_equals_eager(packed: bool) -> None:
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_replay_equals_eager(backend: str) -> None:
     case = Case(hidden=512, target=512)
     layer = make_layer(case, "cuda")
     pool = make_step(case, 16, layer=layer, device="cuda")
-    runner = build_runner(pool, packed_aux=packed)
+    runner = build_runner(pool, backend=backend)
     eager = copy_written(pool)
     for rows in (16, 1, 3, 8, 5, 9, 2, 16):
-        step = make_step(case, rows, layer=layer, device="cuda", seed=rows, packed=packed)
+        step = make_step(case, rows, layer=layer, device="cuda", seed=rows)
         inputs = {name: step[name] for name in INPUTS}
-        replay(runner, inputs)
+        runner.replay(**inputs)
         runner.join()
         # The size that the graph was captured for chooses the kernel's tile, hence the sums' order.
         size = next(size for size in SIZES if size >= rows)
-        expected = run_padded(inputs, layer, eager, size)
+        expected = run_padded(inputs, layer, eager, size, backend)
         assert torch.equal(runner.bonus_tokens[:rows], expected[0])
         assert torch.equal(runner.new_seq_lens[:rows], expected[1])
         for name in ("kept_hidden_states", "k_buffer", "v_buffer"):
@@ -58,7 +52,7 @@ def test_replay_equals_eager(packed: bool) -> None:
 
 
 def run_padded(
-    inputs: dict[str, Any], layer: Any, written: dict[str, Any], size: int
+    inputs: dict[str, Any], layer: Any, written: dict[str, Any], size: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = inputs["next_token_ids"].shape[0]
 
@@ -81,7 +75,7 @@ def run_padded(
         out_cache_loc=pad(inputs["out_cache_loc"], -1),
         bonus_tokens=bonus,
         new_seq_lens=new_seq_lens,
-        backend="triton",
+        backend=backend,
         **{name: written[name] for name in ("kept_hidden_states", "k_buffer", "v_buffer")},
     )
     return bonus[:rows], new_seq_lens[:rows]
@@ -105,12 +99,12 @@ def test_replay_neither_allocates_nor_synchronises() -> None:
     step = make_step(case, 16, device="cuda")
     runner = build_runner(step)
     inputs = {name: make_step(case, 5, device="cuda")[name] for name in INPUTS}
-    replay(runner, inputs)
+    runner.replay(**inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        replay(runner, inputs)
+        runner.replay(**inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -126,12 +120,12 @@ def test_replays_in_flight_keep_their_own_inputs() -> None:
     steps = [make_step(case, 16, layer=layer, device="cuda", seed=seed) for seed in range(1, 9)]
     eager = copy_written(pool)
     for step in steps:
-        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16)
+        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16, "triton")
     given = {name: steps[0][name].clone() for name in INPUTS}
     for step in steps:
         for name in INPUTS:
             given[name].copy_(step[name])
-        replay(runner, given)
+        runner.replay(**given)
     for name in INPUTS:
         given[name].fill_(0)
     runner.join()
@@ -145,17 +139,10 @@ def test_replay_names_what_does_not_fit() -> None:
     step = make_step(case, 16, device="cuda")
     runner = build_runner(step)
     with pytest.raises(ValueError, match="17 rows exceed the largest captured size 16"):
-        replay(runner, make_step(case, 17, device="cuda"))
-    parts = make_step(case, 3, device="cuda", packed=False)
-    with pytest.raises(ValueError, match="built for 1 aux tensors"):
-        replay(runner, parts)
-    step = make_step(case, 3, device="cuda")
+        runner.replay(**{name: make_step(case, 17, device="cuda")[name] for name in INPUTS})
+    given = {name: make_step(case, 3, device="cuda")[name] for name in INPUTS}
     with pytest.raises(ValueError, match="built without input_embeds, got some"):
-        runner.finish(
-            next_token_ids=step["next_token_ids"],
-            seq_lens=step["seq_lens"],
-            input_embeds=torch.zeros(3, case.hidden, device="cuda", dtype=torch.bfloat16),
-        )
+        runner.replay(**given, input_embeds=given["aux_hidden_states"][:, : case.hidden])
 
 
 def test_cpu_is_refused() -> None:

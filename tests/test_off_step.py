@@ -59,31 +59,19 @@ def test_decode_inputs_name_a_wrong_shape() -> None:
         )
 
 
-@pytest.mark.parametrize("width", [None, 3, 5000])
+@pytest.mark.parametrize("width", [3, 5000])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (5, 8)])
-def test_staged_rows_beyond_the_batch_are_padding(
-    num_rows: int, size: int, width: int | None
-) -> None:
-    first, second = rows(num_rows, 1000, torch.int32), rows(num_rows, 1001, torch.int64)
-    staged_first, staged_second = (
-        torch.full((10,), 7, dtype=torch.int64, device=DEVICE) for _ in range(2)
+def test_staged_rows_beyond_the_batch_are_padding(num_rows: int, size: int, width: int) -> None:
+    indices = tuple(
+        rows(num_rows, 1000 + i, dtype)
+        for i, dtype in enumerate((torch.int32, torch.int64, torch.int64, torch.int32))
     )
-    wide, staged_wide = None, None
-    if width is not None:
-        wide = torch.randn(num_rows, width + 2, device=DEVICE)[:, 1:-1]
-        staged_wide = torch.full((10, width), 7.0, device=DEVICE)
-    off_step.stage(
-        size=size,
-        first=first,
-        staged_first=staged_first,
-        second=second,
-        staged_second=staged_second,
-        wide=wide,
-        staged_wide=staged_wide,
-    )
-    assert staged_first[:num_rows].tolist() == first.tolist()
-    assert staged_second[:num_rows].tolist() == second.tolist()
-    assert (staged_second[num_rows:size] == -1).all()
-    assert (staged_second[size:] == 7).all() and (staged_first[num_rows:] == 7).all()
-    if width is not None:
-        assert torch.equal(staged_wide[:num_rows], wide) and (staged_wide[num_rows:] == 7).all()
+    aux = torch.randn(num_rows, width + 2, device=DEVICE)[:, 1:-1]
+    staged_aux = torch.full((10, width), 7.0, device=DEVICE)
+    buffers = tuple(torch.full((10,), 7, dtype=torch.int64, device=DEVICE) for _ in indices)
+    off_step.stage(size=size, given=(aux, *indices), staged=(staged_aux, *buffers))
+    assert torch.equal(staged_aux[:num_rows], aux) and (staged_aux[num_rows:] == 7).all()
+    for source, buffer in zip(indices, buffers, strict=True):
+        assert buffer[:num_rows].tolist() == source.tolist()
+        assert (buffer[size:] == 7).all()
+    assert (buffers[-1][num_rows:size] == -1).all()

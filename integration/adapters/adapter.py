@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,6 @@ from ..symbols import Attributes, Call, Symbol
 from . import decode_graphs
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
@@ -138,14 +137,6 @@ class Adapter(ABC):
     def _decode_off(self, batch: Batch, *args: Any, **kwargs: Any) -> GenerationBatchResult:
         """One decode step without speculation."""
 
-    def _begin_draft_step(self, batch: Batch, output: LogitsProcessorOutput) -> None:
-        """What the target's plain decode leaves for the draft, before it samples."""
-        self.fallback.begin_decode(
-            aux_hidden_states=output.hidden_states,
-            req_pool_indices=batch.req_pool_indices,
-            out_cache_loc=batch.out_cache_loc,
-        )
-
     def _draft_step(
         self, batch: Batch, result: GenerationBatchResult, seq_lens: torch.Tensor
     ) -> Any:
@@ -171,12 +162,12 @@ class Adapter(ABC):
     def _prefill_off(
         self, batch: Batch, aux_hidden_states: torch.Tensor, next_token_ids: torch.Tensor
     ) -> NextDraftInput:
-        device = batch.input_ids.device
-        lens, prefix_lens = (torch.tensor(values) for values in self._extend_lens(batch))
+        device, total = batch.input_ids.device, batch.input_ids.shape[0]
+        lens, prefix_lens = to_device(self._extend_lens(batch), device)
         ends = lens.cumsum(0)
-        within = torch.arange(int(ends[-1])) - (ends - lens).repeat_interleave(lens)
-        positions = (prefix_lens.repeat_interleave(lens) + within).to(device, non_blocking=True)
-        last_rows = (ends - 1).to(device, non_blocking=True)
+        offsets = (prefix_lens + lens - ends).repeat_interleave(lens, output_size=total)
+        positions = torch.arange(total, device=device) + offsets
+        last_rows = ends - 1
         token_ids = batch.input_ids.roll(-1)
         token_ids[last_rows] = self._tail_tokens(batch, next_token_ids)
         return self.fallback.prefill(
@@ -205,7 +196,7 @@ class Adapter(ABC):
             return
         spec_info = batch.spec_info
         extended = self._draft_extend(batch, spec_info.bonus_tokens, pending)
-        mask = None if all(pending) else torch.tensor(pending, device=batch.seq_lens.device)
+        mask = None if all(pending) else to_device(pending, batch.seq_lens.device)
         for name in ("topk_p", "topk_index", "hidden_states"):
             new, old = getattr(extended, name), getattr(spec_info, name)
             if mask is not None:
@@ -228,7 +219,7 @@ class Adapter(ABC):
         rows = batch.req_pool_indices.long()[:, None]
         out_cache_loc = self.req_to_token[rows, columns].to(torch.int64)
         if not all(pending):
-            out_cache_loc *= torch.tensor(pending, device=device)[:, None]
+            out_cache_loc *= to_device(pending, device)[:, None]
         return out_cache_loc
 
     # ---- names that differ
@@ -317,6 +308,11 @@ class Adapter(ABC):
             hidden_states=draft_input.hidden_states,
             **further,
         )
+
+
+def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Host values as a tensor, in stream order: the host waits for nothing."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def set_seq_lens(batch: Batch, seq_lens: torch.Tensor, change: int) -> None:

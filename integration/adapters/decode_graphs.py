@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
-
-import torch
 
 from ...bindings.graph import DraftStepGraphRunner
 from ..fallback import FusedFallback
@@ -54,7 +52,6 @@ def _symbols(names: RunnerNames) -> tuple[Symbol, ...]:
             f"{names.attribute} attn_backend spec_algorithm init_new_workspace device gpu_id",
         ),
         Call(f"{model_runner}._get_attention_backend", keywords="init_new_workspace"),
-        Call(f"{model_runner}.sample", "logits_output forward_batch"),
         Attributes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "size"),
         Call(
             f"{names.target}.__init__",
@@ -90,25 +87,11 @@ class DecodeGraphs:
     attribute: str
 
     @contextlib.contextmanager
-    def in_place_of_verify(
-        self, model_runner: Any, before_sampling: Callable[[Any], None]
-    ) -> Iterator[None]:
-        """Let the target run its plain decode inside the block.
-
-        Args:
-            model_runner: the target's.
-            before_sampling: called with the `LogitsProcessorOutput` as soon as it is there.
-        """
-        sample = model_runner.sample
-
-        def sample_after(logits_output: Any, forward_batch: Any) -> torch.Tensor:
-            before_sampling(logits_output)
-            return sample(logits_output, forward_batch)
-
+    def in_place_of_verify(self, model_runner: Any) -> Iterator[None]:
+        """Let the target run its plain decode inside the block."""
         with swapped(
             model_runner,
             attn_backend=self.attn_backend or model_runner.attn_backend,
-            sample=sample_after,
             **{self.attribute: self.runner},
         ):
             yield
@@ -205,3 +188,29 @@ def swapped(obj: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(obj, name, value)
+
+
+def without_triton_draft_extend(drafter: Any) -> contextlib.AbstractContextManager[None]:
+    """Run 0.5.12.post1's draft extend eagerly inside the block, where its attention is Triton's.
+
+    Its graph takes the same number of rows for every request's and lets each see all of them: in
+    spec v1 a request attends to another's KV, in spec v2 to rows that are not real. Later releases
+    have this right, and so has the eager path of the same backend.
+
+    Args:
+        drafter: the worker that holds the draft extend's graphs.
+    """
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    if isinstance(drafter.draft_extend_attn_backend, TritonAttnBackend):
+        return swapped(drafter, cuda_graph_runner_for_draft_extend=None)
+    return contextlib.nullcontext()
+
+
+def draft_extend_symbols(drafter: str) -> tuple[Symbol, ...]:
+    """What `without_triton_draft_extend` uses, of the worker with that dotted path."""
+    backend = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
+    return (
+        Attributes(drafter, "draft_extend_attn_backend cuda_graph_runner_for_draft_extend"),
+        Call(f"{backend}.init_forward_metadata", "forward_batch"),
+    )

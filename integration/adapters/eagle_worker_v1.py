@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,9 @@ import torch
 from .. import metrics
 from ..symbols import Attributes, Call, Hook, Symbol
 from . import decode_graphs
-from .adapter import MODEL_RUNNER, Adapter, restored, set_seq_lens
+from .adapter import MODEL_RUNNER, Adapter, restored, set_seq_lens, to_device
 from .adapter import SYMBOLS as SYMBOLS_OF_ADAPTER
-from .decode_graphs import swapped
+from .decode_graphs import without_triton_draft_extend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -93,7 +92,7 @@ class EagleWorkerV1(Adapter):
         batch.spec_info = None
         model_worker_batch = batch.get_model_worker_batch()
         model_worker_batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        with self.graphs.in_place_of_verify(self.target, partial(self._begin_draft_step, batch)):
+        with self.graphs.in_place_of_verify(self.target):
             return self.worker.target_worker.forward_batch_generation(model_worker_batch)
 
     def _keep_unfinished(self, batch: ScheduleBatch, draft_input: Any, tokens: list[int]) -> None:
@@ -103,7 +102,7 @@ class EagleWorkerV1(Adapter):
             self.worker._draft_preprocess_idle(batch)
             return
         if len(kept) < len(tokens):
-            bonus_tokens = torch.tensor(kept).to(batch.seq_lens.device, non_blocking=True)
+            bonus_tokens = to_device(kept, batch.seq_lens.device)
             draft_input.bonus_tokens = bonus_tokens
             for name in ("topk_p", "topk_index", "hidden_states"):  # the same in every row
                 setattr(draft_input, name, getattr(draft_input, name)[: len(kept)])
@@ -116,7 +115,7 @@ class EagleWorkerV1(Adapter):
         from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
         ones = torch.ones(len(pending), dtype=torch.int32, device=batch.seq_lens.device)
-        with restored(batch), self._draft_context(), self._without_triton_graph():
+        with restored(batch), self._draft_context(), without_triton_draft_extend(self.worker):
             batch.out_cache_loc = self._slots(batch, 1, pending).flatten()
             batch.spec_info = EagleDraftExtendInput(
                 hidden_states=self.fallback.kept_hidden_states[batch.req_pool_indices.long()],
@@ -129,18 +128,6 @@ class EagleWorkerV1(Adapter):
                 req_pool_indices=batch.req_pool_indices,
             )
             return self.worker.forward_draft_extend_after_decode(batch)
-
-    def _without_triton_graph(self) -> contextlib.AbstractContextManager[None]:
-        """Run the draft extend eagerly where its attention is Triton's.
-
-        The graph's attention takes `num_steps + 1` rows for a request's, but the worker packs what
-        was accepted: a request would attend to another's KV, as it does while speculation is on.
-        """
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        if isinstance(self.worker.draft_extend_attn_backend, TritonAttnBackend):
-            return swapped(self.worker, cuda_graph_runner_for_draft_extend=None)
-        return contextlib.nullcontext()
 
     def _draft_runner(self) -> Any:
         return self.worker.model_runner
@@ -196,15 +183,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Call(f"{MODULE}.EAGLEWorker.forward_draft_extend_after_decode", "batch"),
     Call(f"{MODULE}.EAGLEWorker._draft_preprocess_idle", "batch"),
-    Attributes(
-        f"{MODULE}.EAGLEWorker",
-        "target_worker model_runner topk draft_tp_context draft_extend_attn_backend "
-        "cuda_graph_runner_for_draft_extend",
-    ),
-    Call(
-        "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.init_forward_metadata",
-        "forward_batch",
-    ),
+    Attributes(f"{MODULE}.EAGLEWorker", "target_worker model_runner topk draft_tp_context"),
+    *decode_graphs.draft_extend_symbols(f"{MODULE}.EAGLEWorker"),
     Call(f"{TP_WORKER}.forward_batch_generation", "model_worker_batch"),
     Call("sglang.srt.mem_cache.common.alloc_for_decode", "batch", "token_per_req"),
     Call(f"{SCHEDULE_BATCH}.ScheduleBatch.get_model_worker_batch"),

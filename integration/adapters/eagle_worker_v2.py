@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -121,7 +120,7 @@ class EagleWorkerV2(Adapter):
             on_publish(new_seq_lens)
         if batch.has_grammar and grammar_barrier is not None:
             grammar_barrier()
-        with self.graphs.in_place_of_verify(self.target, partial(self._begin_draft_step, batch)):
+        with self.graphs.in_place_of_verify(self.target):
             result = self._run_target(batch)
         output = result.logits_output
         result.next_draft_input = self._draft_step(batch, result, seq_lens)
@@ -254,6 +253,12 @@ class EagleWorkerV2Of0512(EagleWorkerV2Of0517):
         result.next_draft_input.verify_done = published  # the scheduler reads the lengths after it
         return result
 
+    def _draft_extend(
+        self, batch: ModelWorkerBatch, token_ids: torch.Tensor, pending: list[bool]
+    ) -> Any:
+        with decode_graphs.without_triton_draft_extend(self.worker.draft_worker):
+            return super()._draft_extend(batch, token_ids, pending)
+
     def _run_target(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
@@ -330,6 +335,7 @@ SYMBOLS_OF_0512: tuple[Symbol, ...] = (
     Attributes(DRAFT_INPUT, "new_seq_lens verify_done"),
     Attributes(MODEL_RUNNER, "tp_group"),
     Attributes(f"{MODULE}.EagleDraftWorker", "draft_tp_context"),
+    *decode_graphs.draft_extend_symbols(f"{MODULE}.EagleDraftWorker"),
     *SYMBOLS_OF_ALL,
     *metrics.SYMBOLS_OF_0512,
     *decode_graphs.SYMBOLS_OF_0512,

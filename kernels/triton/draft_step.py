@@ -6,10 +6,6 @@ which adds the shares up, K and V split over K, `store` which adds those up. Abo
 the library's, and what a row does alone runs beside fc on a second stream. Without fc the second
 and third kernel go.
 
-Serving starts before the target's sampler is through, with the half that needs no sampled token
-(`project`: `prepare`, fc, `hidden_norm`), and ends with the other (`write_projected`: `prepare`,
-K and V, `store`).
-
 The intermediates come from torch's caching allocator, that is from the graph's pool in a capture.
 """
 
@@ -30,8 +26,6 @@ from .prepare import inverse_rms, num_warps_for, prepare
 from .store import store
 
 AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
-
-EMBEDDING, HIDDEN_STATE = 0, 1  # halves of the projection's input
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -122,70 +116,6 @@ def build_draft_input(
     )
 
 
-def project(
-    *,
-    layer: DraftLayer,
-    aux_hidden_states: AuxHiddenStates,
-    out_cache_loc: torch.Tensor,
-    req_pool_indices: torch.Tensor | None = None,
-    kept_hidden_states: torch.Tensor | None = None,
-    x: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The half of the step that no sampled token is needed for.
-
-    Returns:
-        `x`, or a new [rows, 2 * H], the input of the K/V projection: its right half is written.
-    """
-    x = _projection_input(layer, out_cache_loc) if x is None else x
-    packed = _packed(layer, aux_hidden_states)
-    keep = {
-        **_row(layer, out_cache_loc),
-        **_aux(layer, aux_hidden_states),
-        "req_pool_indices": req_pool_indices,
-        "kept_hidden_states": kept_hidden_states,
-    }
-    keeps = kept_hidden_states is not None
-    side = _side_stream(x, packed) if keeps and layer.fc is not None else None
-    prepares = side is None and (keeps or packed is not None or layer.fc is None)
-    if prepares:
-        prepare(**keep, packed=packed, x=x if layer.fc is None else None)
-    if layer.fc is not None:
-        hidden = _fc(layer, aux_hidden_states, packed, after_prepare=prepares)
-        if side is not None:
-            with torch.cuda.stream(side):
-                prepare(**keep)
-        hidden_norm(layer, hidden, x)
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)
-    return x
-
-
-def write_projected(
-    *,
-    layer: DraftLayer,
-    x: torch.Tensor,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    input_embeds: torch.Tensor | None = None,
-    bonus_tokens: torch.Tensor | None = None,
-    new_seq_lens: torch.Tensor | None = None,
-    **pool: Any,
-) -> None:
-    """The other half: `x` is what `project` returned, its left half is written here."""
-    prepare(
-        **_row(layer, out_cache_loc),
-        token_ids=token_ids,
-        seq_lens=positions,
-        bonus_tokens=bonus_tokens,
-        new_seq_lens=new_seq_lens,
-        input_embeds=input_embeds,
-        x=x,
-    )
-    kv = _kv_proj(layer, x, late=EMBEDDING)
-    store(layer=layer, kv=kv, positions=positions, out_cache_loc=out_cache_loc, **pool)
-
-
 def write_draft_kv(
     *,
     layer: DraftLayer,
@@ -231,7 +161,7 @@ def write_draft_kv(
         hidden_norm(layer, hidden, x)
     if side is not None:
         torch.cuda.current_stream().wait_event(embedded)
-    kv = _kv_proj(layer, x, late=HIDDEN_STATE if layer.fc is not None else None)
+    kv = _kv_proj(layer, x)
     store(layer=layer, kv=kv, positions=positions, out_cache_loc=out_cache_loc, **pool)
     if side is not None:
         torch.cuda.current_stream().wait_stream(side)
@@ -245,8 +175,13 @@ def fused_draft_step(
 
 
 def _side_stream(x: torch.Tensor, packed: torch.Tensor | None) -> torch.cuda.Stream | None:
-    """For many rows, a stream that waits for what came before, unless fc waits for `prepare`."""
+    """For many rows in a graph, a stream that waits for what came before.
+
+    None if fc waits for `prepare`. Outside of a graph launches cost more than it saves.
+    """
     if x.shape[0] <= MAX_SPLIT_ROWS or packed is not None or not x.is_cuda:
+        return None
+    if not torch.cuda.is_current_stream_capturing():
         return None
     side = _stream(x.device)
     side.wait_stream(torch.cuda.current_stream())
@@ -272,11 +207,12 @@ def _fc(
     return split_k(x, layer.fc, early=after_prepare and packed is None)
 
 
-def _kv_proj(layer: DraftLayer, x: torch.Tensor, *, late: int | None) -> torch.Tensor:
-    """K and V in the form that `store` takes; `late` is the half of `x` just being written."""
+def _kv_proj(layer: DraftLayer, x: torch.Tensor) -> torch.Tensor:
+    """K and V in the form that `store` takes."""
     if x.shape[0] > MAX_SPLIT_ROWS:
         return library_linear(x, layer.kv_proj, layer.kv_weight_scale, layer.kv_bias)
-    return split_k(x, layer.kv_proj, early=late is not None, late_half=late)
+    after_norm = layer.fc is not None
+    return split_k(x, layer.kv_proj, early=after_norm, second_half_is_late=after_norm)
 
 
 def _row(layer: DraftLayer, out_cache_loc: torch.Tensor) -> dict[str, Any]:

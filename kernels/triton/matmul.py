@@ -110,14 +110,13 @@ def split_k_kernel(
     stride_x,
     num_weight_rows,  # N
     width,
-    k_size,  # width, or half of it
-    first,  # the column it starts at
-    second,  # the column of the half that the kernel before writes, or None
+    k_size,  # width, or half of it where the kernel before writes the other half
     num_splits,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OPERAND: tl.constexpr,
+    SECOND_HALF_IS_LATE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)[:, None]
@@ -129,14 +128,14 @@ def split_k_kernel(
     steps = tl.cdiv(k_size, BLOCK_K)
     begin, end = steps * split // num_splits, steps * (split + 1) // num_splits
     acc = multiply_share(
-        x_row_ptrs + first, weight_row_ptrs + first, in_rows, in_weight_rows[:, None],
+        x_row_ptrs, weight_row_ptrs, in_rows, in_weight_rows[:, None],
         begin, end, k_size, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
     )  # fmt: skip
     wait_for_previous(DEPENDENT)
     start_next(DEPENDENT)
-    if second is not None:  # a sum of its own: the same bytes whichever half came first
+    if SECOND_HALF_IS_LATE:
         acc += multiply_share(
-            x_row_ptrs + second, weight_row_ptrs + second, in_rows, in_weight_rows[:, None],
+            x_row_ptrs + k_size, weight_row_ptrs + k_size, in_rows, in_weight_rows[:, None],
             begin, end, k_size, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
         )  # fmt: skip
     to = partials_ptr + (split * rows + m).to(tl.int64) * num_weight_rows + n[None, :]
@@ -196,7 +195,7 @@ def quantize_rows_kernel(
 
 
 def split_k(
-    x: torch.Tensor, weight: torch.Tensor, *, early: bool, late_half: int | None = None
+    x: torch.Tensor, weight: torch.Tensor, *, early: bool, second_half_is_late: bool = False
 ) -> torch.Tensor:
     """Partial sums [splits, rows, N] float32 of `x @ weight.T`; scales and bias are not applied.
 
@@ -204,12 +203,11 @@ def split_k(
         x: [rows, K], rows at most `MAX_SPLIT_ROWS`.
         weight: [N, K] in the dtype of x or float8_e4m3fn.
         early: start beside the kernel before, which must be one of this package.
-        late_half: 0 or 1, the half of the columns of `x` that the kernel before writes; if None,
-            it writes nothing of `x`.
+        second_half_is_late: whether the kernel before writes the second half of the columns of `x`;
+            if not, it writes nothing of `x`.
     """
     rows, (n, width) = x.shape[0], weight.shape
-    k = width if late_half is None else width // 2
-    first, second = (0, None) if late_half is None else (k * (1 - late_half), k * late_half)
+    k = width // 2 if second_half_is_late else width
     tiles = tiles_for(rows)
     splits = num_splits(weight_rows=n, k=k, tiles=tiles, multiprocessors=_multiprocessors(x.device))
     partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
@@ -223,13 +221,12 @@ def split_k(
         n,
         width,
         k,
-        first,
-        second,
         splits,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.weight_rows,
         BLOCK_K=tiles.k,
         OPERAND=_OPERANDS[x.dtype] if x.is_cuda else tl.float32,
+        SECOND_HALF_IS_LATE=second_half_is_late,
         DEPENDENT=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

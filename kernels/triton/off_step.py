@@ -36,32 +36,37 @@ def decode_inputs_kernel(
 
 @triton.jit
 def stage_kernel(
-    wide_ptr,  # [rows, width]
-    stride_wide,
-    staged_wide_ptr,  # [size, width] (output)
-    stride_staged,
-    width,
-    first_ptr,  # [rows]
-    staged_first_ptr,  # [size] (output)
-    second_ptr,  # [rows]
-    staged_second_ptr,  # [size] (output) -1 from `num_rows` on
+    aux_ptr,  # [rows, width]
+    stride_aux,
+    tokens_ptr,  # [rows]
+    seq_lens_ptr,  # [rows]
+    requests_ptr,  # [rows]
+    slots_ptr,  # [rows]
+    staged_aux_ptr,  # [size, width] (output)
+    staged_tokens_ptr,  # [size] (output)
+    staged_seq_lens_ptr,  # [size] (output)
+    staged_requests_ptr,  # [size] (output)
+    staged_slots_ptr,  # [size] (output) -1 from `num_rows` on
     num_rows,
-    HAS_WIDE: tl.constexpr,
+    width,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     live = row < num_rows
-    if HAS_WIDE:
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        mask = live & (column < width)
-        values = tl.load(wide_ptr + row * stride_wide + column, mask=mask)
-        tl.store(staged_wide_ptr + row * stride_staged + column, values, mask=mask)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    mask = live & (column < width)
+    aux = tl.load(aux_ptr + row * stride_aux + column, mask=mask)
+    tl.store(staged_aux_ptr + row * width + column, aux, mask=mask)
     if block == 0:
-        first = tl.load(first_ptr + row, mask=live, other=0)
-        second = tl.load(second_ptr + row, mask=live, other=-1)
-        tl.store(staged_first_ptr + row, first.to(staged_first_ptr.dtype.element_ty), mask=live)
-        tl.store(staged_second_ptr + row, second.to(staged_second_ptr.dtype.element_ty))
+        token = tl.load(tokens_ptr + row, mask=live, other=0)
+        seq_len = tl.load(seq_lens_ptr + row, mask=live, other=0)
+        request = tl.load(requests_ptr + row, mask=live, other=0)
+        slot = tl.load(slots_ptr + row, mask=live, other=-1)
+        tl.store(staged_tokens_ptr + row, token.to(tl.int64))
+        tl.store(staged_seq_lens_ptr + row, seq_len.to(staged_seq_lens_ptr.dtype.element_ty))
+        tl.store(staged_requests_ptr + row, request.to(tl.int64))
+        tl.store(staged_slots_ptr + row, slot.to(tl.int64))
 
 
 def decode_inputs(
@@ -93,35 +98,19 @@ def decode_inputs(
 def stage(
     *,
     size: int,
-    first: torch.Tensor,
-    staged_first: torch.Tensor,
-    second: torch.Tensor,
-    staged_second: torch.Tensor,
-    wide: torch.Tensor | None = None,
-    staged_wide: torch.Tensor | None = None,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    staged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Copy a batch into static buffers, in one launch.
+    """Copy a batch into static buffers of `size` rows or more, which it pads.
 
     Args:
         size: rows of the graph that reads them, at least those given.
-        first, second: [rows] integers of any width; rows of `staged_second` up to `size` that were
-            not given become -1, of the others they keep what they hold.
-        wide: [rows, width], rows may be strided, or None.
-        staged_first, staged_second, staged_wide: the buffers, of `size` rows or more.
+        given: aux hidden states [rows, width], of which rows may be strided, then tokens, lengths,
+            request rows and slots, [rows] integers of any width.
+        staged: the buffers in the same order; of rows that are not given the slot becomes -1.
     """
-    given = first.unsqueeze(1) if wide is None else wide
-    to = staged_first.unsqueeze(1) if staged_wide is None else staged_wide
-    stage_kernel[(size, triton.cdiv(given.shape[1], BLOCK_WIDE))](
-        given,
-        given.stride(0),
-        to,
-        to.stride(0),
-        given.shape[1],
-        first,
-        staged_first,
-        second,
-        staged_second,
-        first.shape[0],
-        HAS_WIDE=wide is not None,
-        BLOCK=BLOCK_WIDE,
+    aux = given[0]
+    num_rows, width = aux.shape
+    stage_kernel[(size, triton.cdiv(width, BLOCK_WIDE))](
+        aux, aux.stride(0), *given[1:], *staged, num_rows, width, BLOCK=BLOCK_WIDE
     )
