@@ -56,12 +56,14 @@ class Spec:
 
     def server_arguments(self) -> dict[str, Any]:
         """What `flags.server_args` takes, or `sglang serve` as flags."""
+        # below the ports that Linux hands out to outgoing connections
+        port = 20000 + PORTS_PER_SERVER * MODES.index(self.mode)
         arguments = {
             "model_path": self.model_path,
             "skip_tokenizer_init": True,
             "random_seed": 1,
-            # below the ports that Linux hands out to outgoing connections
-            "port": 20000 + PORTS_PER_SERVER * MODES.index(self.mode),
+            "port": port,
+            "nccl_port": port + PORTS_PER_SERVER - 1,
         }
         if self.mode != "nospec":
             arguments |= {
