@@ -398,8 +398,8 @@ def _resolve(backend: str, device: torch.device) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if backend == "auto":
-        # The one-launch CUDA kernel is the faster of the two up to 64 rows, but racecheck has not
-        # yet given a result for it (profiling/results/draft_step_variants_h200.json).
+        # Faster than the one-launch CUDA kernel at every number of rows measured
+        # (profiling/results/draft_step_triton_variants_8b_h200.json, draft_step_h200.json).
         return "torch" if device.type == "cpu" else "triton"
     if backend == "cuda" and device.type != "cuda":
         raise ValueError(f"backend 'cuda' needs tensors on a GPU, got {device}; use 'torch'")
