@@ -24,7 +24,6 @@ STAGES = (
 )
 SERVING = (
     ("off step", "adapter", "_decode_off"),
-    ("fused draft step", "fallback", "begin_decode"),
     ("fused draft step", "fallback", "decode"),
     ("fused draft prefill", "fallback", "prefill"),
     ("catch-up", "adapter", "_draft_extend"),

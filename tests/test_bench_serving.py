@@ -287,8 +287,7 @@ def test_ranges_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         nvtx.enable_serving(adapter)
         server.submit("a", encode(PROMPTS["a"]), 24)
         server.drain()
-    halves = ["fused draft step", "end of fused draft step"] * 2
-    off = ["off step", *halves, "end of off step"]
+    off = ["off step", "fused draft step", "end of fused draft step", "end of off step"]
     on = ["flip on", "catch-up", "end of catch-up"]
     assert seen[1:] == ["flip off", *off * 3, *on]
 
