@@ -50,24 +50,19 @@ ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
 LARGEST_DECODE = 512
 CUDA_ROWS = 64  # of the one-launch kernel
 PEERS = ("triton", "cuda", "fp8", "cublas", "torch", "compile", "flashinfer", "full_layer")
-TILES = {
+TILES = {  # by the most rows: what --variants measures beside the default
     16: (
+        Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=4, blocks=2),
         Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=5, blocks=2),
         Tiles(16, weight_rows=32, k=256, num_warps=4, num_stages=4, blocks=2),
         Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=4),
-        Tiles(16, weight_rows=64, k=256, num_warps=4, num_stages=4, blocks=1),
         Tiles(16, weight_rows=128, k=128, num_warps=8, num_stages=4, blocks=1),
     ),
     64: (
         Tiles(64, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=2),
-        Tiles(64, weight_rows=128, k=128, num_warps=8, num_stages=4, blocks=1),
+        Tiles(64, weight_rows=128, k=64, num_warps=4, num_stages=4, blocks=2),
         Tiles(64, weight_rows=128, k=64, num_warps=8, num_stages=4, blocks=2),
         Tiles(64, weight_rows=256, k=64, num_warps=8, num_stages=4, blocks=1),
-    ),
-    128: (
-        Tiles(128, weight_rows=128, k=128, num_warps=8, num_stages=3, blocks=1),
-        Tiles(128, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=2),
-        Tiles(128, weight_rows=64, k=64, num_warps=4, num_stages=4, blocks=2),
     ),
 }
 
