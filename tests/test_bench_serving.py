@@ -340,6 +340,7 @@ def test_envelope_of_real_servers(bench_arguments: list[str], tmp_path: Path) ->
     assert "off        start" in printed and "warm-up" in printed
 
 
+@pytest.mark.slow
 def test_flips_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> None:
     _, result = run(
         "bench_flip",
@@ -354,6 +355,7 @@ def test_flips_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> N
     assert row["first_on_over_limit_ms"] == pytest.approx(row["first_on_ms"] - limit, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_ramp_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> None:
     options = ["--modes", "threshold", "--threshold", "3", "--concurrency", "4", "--ramp"]
     printed, result = run(

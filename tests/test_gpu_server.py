@@ -319,6 +319,7 @@ def head() -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "overlap"), SETTINGS)
 def test_answers_and_accept_lengths_across_flips(
     servers: Servers, rows: list[dict[str, Any]], backend: str, overlap: bool
