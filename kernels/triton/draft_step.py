@@ -134,22 +134,28 @@ def write_draft_kv(
 
     `pool` are the reference's arguments `k_buffer`, `v_buffer`, `k_scale` and `v_scale`.
     """
-    x = _projection_input(layer, out_cache_loc)
+    num_rows = out_cache_loc.shape[0]
+    x = layer.hidden_norm.new_empty((num_rows, 2 * layer.hidden_size))
     packed = _packed(layer, aux_hidden_states)
-    row = _row(layer, out_cache_loc)
-    embedding = {"token_ids": token_ids, "input_embeds": input_embeds, "x": x}
+    row = {
+        "num_programs": num_rows,
+        "layer": layer,
+        "out_cache_loc": out_cache_loc,
+        "token_ids": token_ids,
+    }
+    embedding = {"input_embeds": input_embeds, "x": x}
     keep = {
-        **_aux(layer, aux_hidden_states),
+        "parts": _parts(aux_hidden_states),
+        "num_aux": layer.num_aux_hidden_states,
         "req_pool_indices": req_pool_indices,
         "kept_hidden_states": kept_hidden_states,
-        "token_ids": token_ids,
         "seq_lens": positions,
         "bonus_tokens": bonus_tokens,
         "new_seq_lens": new_seq_lens,
     }
     side = _side_stream(x, packed) if layer.fc is not None else None
     if side is None:
-        prepare(**row, **{**keep, **embedding}, packed=packed)
+        prepare(**row, **keep, **embedding, packed=packed)
     if layer.fc is not None:
         hidden = _fc(layer, aux_hidden_states, packed, after_prepare=side is None)
         if side is not None:
@@ -213,22 +219,6 @@ def _kv_proj(layer: DraftLayer, x: torch.Tensor) -> torch.Tensor:
         return library_linear(x, layer.kv_proj, layer.kv_weight_scale, layer.kv_bias)
     after_norm = layer.fc is not None
     return split_k(x, layer.kv_proj, early=after_norm, second_half_is_late=after_norm)
-
-
-def _row(layer: DraftLayer, out_cache_loc: torch.Tensor) -> dict[str, Any]:
-    return {
-        "num_programs": out_cache_loc.shape[0],
-        "layer": layer,
-        "out_cache_loc": out_cache_loc,
-    }
-
-
-def _aux(layer: DraftLayer, aux_hidden_states: AuxHiddenStates) -> dict[str, Any]:
-    return {"parts": _parts(aux_hidden_states), "num_aux": layer.num_aux_hidden_states}
-
-
-def _projection_input(layer: DraftLayer, out_cache_loc: torch.Tensor) -> torch.Tensor:
-    return layer.hidden_norm.new_empty((out_cache_loc.shape[0], 2 * layer.hidden_size))
 
 
 def _packed(layer: DraftLayer, aux_hidden_states: AuxHiddenStates) -> torch.Tensor | None:

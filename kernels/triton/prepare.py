@@ -196,7 +196,7 @@ def prepare(
     if layer is not None:
         hidden_size = layer.hidden_size
         embeds = layer.embed_tokens if input_embeds is None else input_embeds
-        hidden_norm = layer.hidden_norm if layer.fc is None and parts and x is not None else None
+        hidden_norm = layer.hidden_norm if layer.fc is None else None
         if packed is not None:
             input_norm, fc_norm = layer.input_norm, layer.fc_norm
     chunk = sum(part.shape[1] for part in parts) // num_aux if parts else 1
