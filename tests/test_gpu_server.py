@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from engine_process import Answer, Engine, Step
+from fused_fallback.integration.demo.report import NEAR_TIE, near_tie
 from sglang_server import PAIR, SGLANG, SPECULATIVE, TRITON_RELEASE, cpu_backends
 from test_server import PROMPTS, encode
 
@@ -36,7 +37,6 @@ NUM_WAVES = 12 if ON_GPU else 1  # two flips each
 OFF_FROM, ON_AGAIN = 8, 6
 SHORT, LONG = range(20, 40, 2), 80  # output tokens; the long requests live through both flips
 STEPS = 8  # after a flip
-NEAR_TIE = 0.125  # of two log probabilities in bfloat16, arbitrary
 SKIP_DRAFT = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 FIRST_PORT, PORTS = 18000, 1100  # SGLang takes ports up to 1000 above its own
 
@@ -182,18 +182,12 @@ def near_ties(plain: Sequence[Answer], other: Sequence[Answer]) -> list[float]:
     margins = []
     for request, (a, b) in enumerate(zip(plain, other, strict=True)):
         assert len(a.tokens) == len(b.tokens)
-        if (i := common_length(a, b)) < len(a.tokens):
-            (first, token), (second, other_token) = a.tops[i]
-            where = f"request {request}, position {i}: {b.tokens[i]} for {a.tops[i]}"
-            assert {token, other_token} == {a.tokens[i], b.tokens[i]}, where
-            assert first - second < NEAR_TIE, where
-            margins.append(first - second)
+        if a.tokens != b.tokens:
+            tie = near_tie(b.tokens, a.tokens, a.tops)
+            i = next(i for i, token in enumerate(a.tokens) if token != b.tokens[i])
+            assert tie, f"request {request}, position {i}: {b.tokens[i]} for {a.tops[i]}"
+            margins.append(tie["margin"])
     return margins
-
-
-def common_length(a: Answer, b: Answer) -> int:
-    pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
-    return next((i for i, (x, y) in pairs if x != y), len(a.tokens))
 
 
 @dataclass

@@ -73,7 +73,8 @@ def compare(
         if answer.content in [other.content for other in known]:
             continue
         found = {"prompt": answer.prompt, "running": answer.concurrency}
-        tie = near_tie(answer, by_prompt.get(answer.prompt))
+        shown = by_prompt.get(answer.prompt)
+        tie = shown and near_tie(answer.token_ids, shown.token_ids, shown.likeliest)
         if tie:
             near_ties.append(found | tie)
         else:
@@ -83,19 +84,26 @@ def compare(
     return Comparison(len(answers), near_ties, differences, unstable)
 
 
-def near_tie(answer: Answer, reference: Answer | None) -> dict[str, Any] | None:
+def near_tie(
+    token_ids: Sequence[int],
+    reference: Sequence[int],
+    likeliest: Sequence[Sequence[tuple[float, int]]],
+) -> dict[str, Any] | None:
     """Where and by what margin an answer leaves the reference; None if not at a near tie.
 
     It has to go on with the reference's second likeliest token.
+
+    Args:
+        token_ids: of the answer.
+        reference: token ids of the reference.
+        likeliest: by position, the reference's two likeliest tokens as (log probability, id).
     """
-    if reference is None:
-        return None
-    pairs = enumerate(zip(answer.token_ids, reference.token_ids, strict=False))
+    pairs = enumerate(zip(token_ids, reference, strict=False))
     position = next((i for i, (own, other) in pairs if own != other), None)
     if position is None:
         return None
-    (first, token), (second, other_token) = reference.likeliest[position]
-    taken = {answer.token_ids[position], reference.token_ids[position]}
+    (first, token), (second, other_token) = likeliest[position]
+    taken = {token_ids[position], reference[position]}
     if taken != {token, other_token} or first - second >= NEAR_TIE:
         return None
     return {"position": position, "margin": first - second}
