@@ -45,7 +45,7 @@ from .serving import (
     add_options,
     kv_tokens,
     provenance,
-    refusal,
+    refuse,
     result_path,
     spec_of,
     vocab_size,
@@ -300,9 +300,7 @@ def key(entry: dict[str, Any]) -> tuple[Any, ...]:
 
 def main() -> None:
     options = parse_args()
-    refused = [text for text in map(refusal, options.modes) if text]
-    if refused:
-        raise SystemExit("\n".join(refused))
+    refuse(options.modes)
     out = options.out or result_path("envelope")
     out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"rows": [], "ramp": [], "runs": []}

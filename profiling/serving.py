@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -106,6 +106,13 @@ def refusal(mode: str) -> str | None:
         if not hasattr(envs, SKIP_DRAFT):
             return f"mode {mode}: SGLang {version('sglang')} has no step 0"
     return None
+
+
+def refuse(modes: Iterable[str]) -> None:
+    """End the process, with the text, where the installed SGLang lacks one of the modes."""
+    refused = [text for text in map(refusal, modes) if text]
+    if refused:
+        raise SystemExit("\n".join(refused))
 
 
 class Timing(NamedTuple):

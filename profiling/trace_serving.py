@@ -37,7 +37,7 @@ from .serving import (
     ServerProcess,
     add_options,
     provenance,
-    refusal,
+    refuse,
     result_path,
     spec_of,
     vocab_size,
@@ -331,9 +331,7 @@ def traced(folder: Path) -> list[Step]:
 
 def main() -> None:
     options = parse_args()
-    refused = [text for text in map(refusal, options.modes) if text]
-    if refused:
-        raise SystemExit("\n".join(refused))
+    refuse(options.modes)
     out = options.out or result_path("trace")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="trace_"))

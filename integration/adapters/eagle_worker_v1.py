@@ -102,8 +102,7 @@ class EagleWorkerV1(Adapter):
             self.worker._draft_preprocess_idle(batch)
             return
         if len(kept) < len(tokens):
-            bonus_tokens = to_device(kept, batch.seq_lens.device)
-            draft_input.bonus_tokens = bonus_tokens
+            draft_input.bonus_tokens = to_device(kept, batch.seq_lens.device)
             for name in ("topk_p", "topk_index", "hidden_states"):  # the same in every row
                 setattr(draft_input, name, getattr(draft_input, name)[: len(kept)])
         batch.spec_info = draft_input
