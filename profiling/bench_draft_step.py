@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 
+from ..integration.demo.checkout import commit
 from ..kernels import reference
 from ..kernels.float8 import quantize_layer
 from ..kernels.triton import draft_step, matmul, prepare, store
@@ -259,17 +259,6 @@ def draw(path: Path) -> Path:
     picture = path.with_suffix(".svg")
     figure.savefig(picture)
     return picture
-
-
-def commit() -> str | None:
-    """The commit of the checkout, if there is one."""
-    try:
-        found = subprocess.run(
-            ("git", "rev-parse", "HEAD"), cwd=Path(__file__).parent, capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return found.stdout.strip() or None
 
 
 def write_record(path: Path | None, commit: str | None, **content: Any) -> None:

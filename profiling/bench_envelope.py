@@ -306,7 +306,7 @@ def main() -> None:
     result: dict[str, Any] = {"rows": [], "ramp": [], "runs": []}
     if options.append and out.exists():
         result |= json.loads(out.read_text())
-    about = provenance(options)
+    about = provenance(options.commit)
     run = {name: about[name] for name in ("command", "commit", "date")}
     result |= {name: value for name, value in about.items() if name != "command"}
     result["runs"].append(run)

@@ -111,7 +111,7 @@ def main() -> None:
                 server.burst(prompts, options.output_len)
             rows.append(row(sort(server.state()["clock"], requests), requests))
             print(table(rows[-1:]), flush=True)
-            result = {**provenance(options), "flip_every": options.flip_every, "rows": rows}
+            result = {**provenance(options.commit), "flip_every": options.flip_every, "rows": rows}
             out.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         server.stop()

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from ..integration.demo.checkout import commit
 from ..kernels.float8 import quantize_layer
-from .bench_draft_step import commit, write_record
+from .bench_draft_step import write_record
 from .draft_step_peers import Shape, random_layer, random_step, write
 
 SHAPE = Shape(hidden=512, intermediate=1024, heads=8, kv_heads=2, draft_vocab=100)

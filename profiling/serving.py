@@ -21,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..integration.demo import checkout
+
 MODES = ("nospec", "static", "step0_warm", "step0_cold", "on", "off", "threshold")
 RESULTS = Path(__file__).parent / "results"
 FUSED = ("on", "off", "threshold")
@@ -196,24 +198,18 @@ def result_path(bench: str) -> Path:
     return RESULTS / f"{bench}_{device}_{version('sglang')}.json"
 
 
-def provenance(options: argparse.Namespace) -> dict[str, str]:
-    """What a result says of its origin."""
+def provenance(commit: str | None) -> dict[str, str | None]:
+    """What a result says of its origin; the commit is by default the checkout's."""
     import torch
 
     return {
         "device": device_name(),
         "sglang": version("sglang"),
         "torch": torch.__version__,
-        "commit": options.commit or _head(),
+        "commit": commit or checkout.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]]),
     }
-
-
-def _head() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    result = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
-    return result.stdout.strip()
 
 
 # ---- in the parent

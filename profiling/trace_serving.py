@@ -344,7 +344,7 @@ def main() -> None:
         found[mode] = traced(folder / mode)
         first = found[options.modes[0]]
         result = {
-            **provenance(options),
+            **provenance(options.commit),
             "concurrency": options.concurrency[0],
             "modes": {name: summarise(of_mode) for name, of_mode in found.items()},
             "differences": {

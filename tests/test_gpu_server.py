@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ import pytest
 import torch
 from engine_process import Answer, Engine, Step
 from fused_fallback.integration.demo.report import NEAR_TIE, near_tie
-from sglang_server import PAIR, SGLANG, SPECULATIVE, TRITON_RELEASE, cpu_backends
+from fused_fallback.profiling.serving import provenance, result_path
+from sglang_server import PAIR, SPECULATIVE, TRITON_RELEASE, cpu_backends
 from test_server import PROMPTS, encode
 
 ON_GPU = torch.cuda.is_available()
@@ -289,28 +288,15 @@ def rows() -> list[dict[str, Any]]:
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
     record = {
-        "device": device,
-        "sglang": SGLANG,
-        "torch": torch.__version__,
-        "commit": os.environ.get("COMMIT") or head(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(os.environ.get("COMMIT")),
         "dtype": "bfloat16" if ON_GPU else "float32",
         "prompts": NUM_PROMPTS,
         "near_tie": NEAR_TIE,
         "steps_after_flip": STEPS,
         "rows": rows,
     }
-    name = f"pair_{device.split()[-1].lower()}_{SGLANG}.json"
-    (folder / name).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def head() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    (folder / result_path("pair").name).write_text(json.dumps(record, indent=1) + "\n")
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import asyncio
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import aiohttp
 
 from . import report
+from .checkout import commit
 from .demo import parse_args
 from .environment import Environment, create
 from .load import Answer, Load, Phase, Prompt, Sample, prompts, ramp
@@ -212,15 +212,6 @@ def device_name() -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
-
-
-def commit() -> str | None:
-    """The checkout's commit; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 async def run_until_signal(demo: Demo) -> int:
