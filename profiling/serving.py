@@ -1,24 +1,29 @@
 """Servers to be measured: one mode each, in a process of its own that times every request.
 
 The process gets the `Spec` as its argument, orders as JSON lines on its standard input, and
-answers each with one line. It ends, and its server with it, when that input closes.
+answers each with one line. It ends, and its server with it, when that input closes; all that it
+starts is of its process group.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from select import select
 from typing import Any, NamedTuple
 
 from ..integration.demo import checkout
@@ -29,6 +34,7 @@ FUSED = ("on", "off", "threshold")
 SLACK_TOKENS = 32  # of KV a request: steps allocate slots before they know what they accept
 NEVER = 1 << 20  # requests or tokens, more than any load
 PORTS_PER_SERVER = 1100  # SGLang takes further ports up to 1000 above its own
+TIMEOUT_S = 3600.0  # arbitrary: longer than any start and any load
 SKIP_DRAFT = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
@@ -129,6 +135,20 @@ class Timing(NamedTuple):
     tokens: int
 
 
+class Answer(NamedTuple):
+    """What one request returned.
+
+    Args:
+        rid: SGLang's name for it.
+        tokens: the output.
+        tops: by position, the likeliest tokens as (log probability, token), where asked for.
+    """
+
+    rid: str
+    tokens: list[int]
+    tops: list[list[tuple[float, int]]]
+
+
 # ---- what the benches have in common
 
 
@@ -216,16 +236,17 @@ def provenance(commit: str | None) -> dict[str, str | None]:
 
 
 class ServerProcess:
-    """A server from its start to `stop`.
+    """A server from its start, in the background, to `stop` or `kill`.
 
     Args:
         spec: of the server.
         log: the file that takes its output.
+        timeout_s: of its start, in which kernels may be compiled, and of an order.
     """
 
-    def __init__(self, spec: Spec, log: Path) -> None:
-        self.spec, self.log = spec, log
-        self._began = time.monotonic()
+    def __init__(self, spec: Spec, log: Path, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.spec, self.log, self.timeout_s = spec, log, timeout_s
+        self._began, self.start_s = time.monotonic(), 0.0
         self._process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, json.dumps(asdict(spec))],
             stdin=subprocess.PIPE,
@@ -233,25 +254,29 @@ class ServerProcess:
             stderr=log.open("w"),
             text=True,
             env=os.environ | spec.environment(),
+            start_new_session=True,
         )
 
     def wait_until_ready(self) -> None:
         """Return once it answers requests; `start_s` and `info` (`/server_info`) are set then.
 
         Raises:
-            RuntimeError: the server ended; the text holds the end of its log.
+            RuntimeError: the server ended or is late; the text holds the end of its log.
         """
-        self.info: dict[str, Any] = self._answer()
-        self.start_s = time.monotonic() - self._began
+        if not self.start_s:
+            self.info: dict[str, Any] = self._answer()
+            self.start_s = time.monotonic() - self._began
 
     def order(self, name: str, **arguments: Any) -> Any:
-        """Call a method of `Client` there.
+        """Call a method of `Client` there, once it is ready.
 
         Raises:
-            RuntimeError: the server ended; the text holds the end of its log.
+            RuntimeError: the server ended or is late; the text holds the end of its log.
         """
-        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
-        self._process.stdin.flush()
+        self.wait_until_ready()
+        with suppress(BrokenPipeError):  # it has ended, as `_answer` says
+            self._process.stdin.write(json.dumps([name, arguments]) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def burst(self, prompts: list[list[int]], new_tokens: int) -> list[Timing]:
@@ -259,24 +284,42 @@ class ServerProcess:
         timings = self.order("burst", prompts=prompts, new_tokens=new_tokens)
         return [Timing(*timing) for timing in timings]
 
+    def generate(
+        self, prompts: list[list[int]], lengths: list[int], *, tops: int = 0
+    ) -> list[Answer]:
+        """Send all prompts at once; greedy answers of exactly these lengths.
+
+        Args:
+            tops: how many of the likeliest tokens each position of an answer lists.
+        """
+        answers = self.order("generate", prompts=prompts, lengths=lengths, tops=tops)
+        return [Answer(*answer) for answer in answers]
+
     def state(self) -> dict[str, Any] | None:
         """The fused fallback's counters now; None in other modes."""
         return self.order("server_info")["internal_states"][0].get("fused_fallback")
 
     def stop(self) -> None:
-        """End the server; does nothing the second time."""
-        self._process.stdin.close()
-        try:
+        """Have the server give its memory back and end; does nothing the second time."""
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.stdin.close()
             self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server at once, with everything that it started."""
+        from ..integration.demo.servers import kill_group
+
+        kill_group(self._process)
 
     def _answer(self) -> Any:
-        line = self._process.stdout.readline()
+        answered, _, _ = select([self._process.stdout], [], [], self.timeout_s)
+        line = self._process.stdout.readline() if answered else ""
         if not line:
-            raise RuntimeError(
-                f"{self.spec.mode} ended, see {self.log}:\n{self.log.read_text()[-3000:]}"
-            )
+            what = "ended" if answered else f"did not answer within {self.timeout_s:g} s"
+            self.kill()  # a late answer would be taken for the next one
+            log = self.log.read_text(errors="replace")
+            raise RuntimeError(f"{self.spec.mode} {what}, see {self.log}:\n{log[-4000:]}")
         return json.loads(line)
 
 
@@ -288,8 +331,8 @@ class Client:
 
     loop: asyncio.AbstractEventLoop
 
-    def stream(self, prompt: list[int], sampling: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The server's chunks for one request."""
+    def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
+        """The server's chunks for one request, of `/generate`'s parameters."""
         raise NotImplementedError
 
     def server_info(self) -> dict[str, Any]:
@@ -299,8 +342,21 @@ class Client:
         """Have the scheduler trace: SGLang's `/start_profile`."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        raise NotImplementedError
+    def generate(self, prompts: list[list[int]], lengths: list[int], tops: int) -> list[Answer]:
+        """All prompts at once."""
+
+        async def answer(prompt: list[int], length: int) -> Answer:
+            logprobs = {"return_logprob": True, "top_logprobs_num": tops} if tops else {}
+            async for chunk in self.stream(**greedy(prompt, length), **logprobs):
+                output = chunk
+            by_position = output["meta_info"].get("output_top_logprobs", ())
+            likeliest = [[top[:2] for top in position] for position in by_position]
+            return Answer(output["meta_info"]["id"], output["output_ids"], likeliest)
+
+        async def all_at_once() -> list[Answer]:
+            return await asyncio.gather(*map(answer, prompts, lengths))
+
+        return self.loop.run_until_complete(all_at_once())
 
     def burst(
         self, prompts: list[list[int]], new_tokens: int, profile: dict[str, Any] | None = None
@@ -369,14 +425,8 @@ class Client:
     async def _timed(
         self, prompt: list[int], new_tokens: int, started: Callable[[], None] = lambda: None
     ) -> Timing:
-        sampling = {
-            "temperature": 0,
-            "max_new_tokens": new_tokens,
-            "ignore_eos": True,
-            "stream_interval": NEVER,  # one chunk for the first token, one at the end
-        }
         begin, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
-        async for chunk in self.stream(prompt, sampling):
+        async for chunk in self.stream(**greedy(prompt, new_tokens)):
             last, tokens = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
             if not first:
                 first = last
@@ -384,6 +434,17 @@ class Client:
         if tokens != new_tokens:
             raise RuntimeError(f"{new_tokens} tokens were asked for, {tokens} came")
         return Timing(begin, first, last, tokens)
+
+
+def greedy(prompt: list[int], new_tokens: int) -> dict[str, Any]:
+    """A request for exactly so many tokens, in one chunk for the first and one at the end."""
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": new_tokens,
+        "ignore_eos": True,
+        "stream_interval": NEVER,
+    }
+    return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
 
 
 class EngineClient(Client):
@@ -397,15 +458,9 @@ class EngineClient(Client):
         self._engine = sglang.Engine(server_args=server_args(**spec.server_arguments()))
         self.loop = self._engine.loop
         self.server_info = self._engine.get_server_info
-        self.close = self._engine.shutdown
 
-    async def stream(
-        self, prompt: list[int], sampling: dict[str, Any]
-    ) -> AsyncIterator[dict[str, Any]]:
-        chunks = await self._engine.async_generate(
-            input_ids=prompt, sampling_params=sampling, stream=True
-        )
-        async for chunk in chunks:
+    async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
+        async for chunk in await self._engine.async_generate(**request):
             yield chunk
 
 
@@ -420,8 +475,8 @@ class HttpClient(Client):
             [str(Path(sys.executable).with_name("sglang")), "serve", *flags(arguments)],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
-            start_new_session=True,
         )
+        atexit.register(self._end)
         self._url = f"http://127.0.0.1:{arguments['port']}"
         self.loop = asyncio.new_event_loop()
 
@@ -432,6 +487,9 @@ class HttpClient(Client):
 
         self._session = self.loop.run_until_complete(session())
         self.loop.run_until_complete(self._wait_until_healthy())
+
+    def _end(self) -> None:
+        os.killpg(0, signal.SIGKILL)  # this process, `sglang serve` and what that started
 
     async def _wait_until_healthy(self) -> None:
         import aiohttp
@@ -446,11 +504,8 @@ class HttpClient(Client):
             await asyncio.sleep(0.2)
         raise RuntimeError(f"sglang serve ended with exit code {self._process.returncode}")
 
-    async def stream(
-        self, prompt: list[int], sampling: dict[str, Any]
-    ) -> AsyncIterator[dict[str, Any]]:
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-        async with self._session.post(f"{self._url}/generate", json=body) as response:
+    async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
+        async with self._session.post(f"{self._url}/generate", json=request) as response:
             response.raise_for_status()
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -466,12 +521,6 @@ class HttpClient(Client):
 
     async def start_profile(self, arguments: dict[str, Any]) -> None:
         await self._ask("POST", "/start_profile", arguments)
-
-    def close(self) -> None:
-        from ..integration.demo.servers import kill_group
-
-        self.loop.run_until_complete(self._session.close())
-        kill_group(self._process)
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
@@ -497,14 +546,11 @@ def main() -> None:
     def answer(value: Any) -> None:
         print(json.dumps(value, default=str), file=answers, flush=True)
 
-    try:
-        answer(client.server_info())
-        for line in sys.stdin:
-            name, arguments = json.loads(line)
-            call: Callable[..., Any] = getattr(client, name)
-            answer(call(**arguments))
-    finally:
-        client.close()
+    answer(client.server_info())
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        call: Callable[..., Any] = getattr(client, name)
+        answer(call(**arguments))
 
 
 if __name__ == "__main__":

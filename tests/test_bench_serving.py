@@ -25,7 +25,7 @@ from fused_fallback.profiling import (
     prompt_sets,
     trace_serving,
 )
-from fused_fallback.profiling.serving import MODES, Spec, Timing, flags
+from fused_fallback.profiling.serving import MODES, ServerProcess, Spec, Timing, flags
 from fused_fallback.profiling.trace_serving import EAGER, GRAPH, TARGET
 
 MODELS = ["--model-path", "target", "--draft-model-path", "draft"]
@@ -152,6 +152,26 @@ def test_modes_differ_in_what_they_should() -> None:
 def test_flags() -> None:
     arguments = {"model_path": "m", "skip_it": True, "not_it": False, "bs": [1, 2], "n": 3}
     assert flags(arguments) == ["--model-path", "m", "--skip-it", "--bs", "1", "2", "--n", "3"]
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "env", "error"),
+    [
+        (0.01, {}, "nospec did not answer within 0.01 s"),
+        (60.0, {"PYTHONHOME": "nowhere"}, "nospec ended, see .*\n(.*\n)*Fatal Python error"),
+    ],
+)
+def test_a_server_that_is_late_or_ends(
+    timeout_s: float, env: dict[str, str], error: str, tmp_path: Path
+) -> None:
+    server = ServerProcess(
+        Spec("nospec", "target", "draft", env=env), tmp_path / "log", timeout_s=timeout_s
+    )
+    with pytest.raises(RuntimeError, match=error):
+        server.order("server_info")
+    with pytest.raises(RuntimeError, match="nospec ended"):
+        server.order("server_info")
+    server.stop()
 
 
 # ---- traces

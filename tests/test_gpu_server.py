@@ -18,10 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_process import Answer, Engine, Step
+from engine_process import Engine, Step
 from fused_fallback.integration.demo.report import NEAR_TIE, near_tie
-from fused_fallback.profiling.serving import provenance, result_path
-from sglang_server import PAIR, SPECULATIVE, TRITON_RELEASE, cpu_backends
+from fused_fallback.profiling.serving import (
+    PORTS_PER_SERVER,
+    Answer,
+    Spec,
+    provenance,
+    refusal,
+    result_path,
+)
+from sglang_server import PAIR, TRITON_RELEASE, cpu_backends
 from test_server import PROMPTS, encode
 
 ON_GPU = torch.cuda.is_available()
@@ -36,8 +43,7 @@ NUM_WAVES = 12 if ON_GPU else 1  # two flips each
 OFF_FROM, ON_AGAIN = 8, 6
 SHORT, LONG = range(20, 40, 2), 80  # output tokens; the long requests live through both flips
 STEPS = 8  # after a flip
-SKIP_DRAFT = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
-FIRST_PORT, PORTS = 18000, 1100  # SGLang takes ports up to 1000 above its own
+FIRST_PORT = 14000  # the last ones are still below those that Linux hands out to connections
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ def waves() -> list[Wave]:
     return [Wave(prompts[i : i + len(lengths)], lengths) for i in starts]
 
 
-def in_turn(engine: Engine, *, tops: bool = False) -> list[Answer]:
+def in_turn(engine: Engine) -> list[Answer]:
+    tops = 2 if engine.spec.mode == "nospec" else 0
     return [
         answer
         for wave in waves()
@@ -70,12 +77,9 @@ def in_turn(engine: Engine, *, tops: bool = False) -> list[Answer]:
 
 def common_arguments(backend: str, overlap: bool) -> dict[str, Any]:
     arguments = {
-        "model_path": str(PAIR / "target"),
-        "skip_tokenizer_init": True,
         "max_running_requests": 2 * OFF_FROM,
         "max_total_tokens": 16384,
         "context_length": 1024,
-        "random_seed": 1,
         "log_level": "info",
         "disable_overlap_schedule": not overlap,
     }
@@ -99,61 +103,49 @@ class Servers:
     def __init__(self, folder: Path, settings: Sequence[tuple[str, bool]]) -> None:
         self.folder = folder
         self.engines: dict[tuple[str, str, bool], Engine] = {}
-        self._answers: dict[tuple[str, str, bool], Future[list[Answer]]] = {}
         step0 = {"1": {"candidate_steps": [3]}, str(ON_AGAIN + 1): {"candidate_steps": [0]}}
         (folder / "step0.json").write_text(json.dumps(step0))
         fallback = {
-            "speculative_fused_fallback": True,
-            "speculative_fused_fallback_threshold": OFF_FROM,
             "speculative_fused_fallback_resume": ON_AGAIN,
             "speculative_fused_fallback_min_steps": 2,
         }
-        adaptive = {
-            "speculative_adaptive": True,
-            "speculative_adaptive_config": str(folder / "step0.json"),
-        }
+        adaptive = {"speculative_adaptive_config": str(folder / "step0.json")}
         for backend, overlap in settings:
-            self._start("plain", backend, True)
-            self._start("never off", backend, overlap or not TRITON_RELEASE, **SPECULATIVE)
-            self._start("fused", backend, overlap, **SPECULATIVE, **fallback)
-        if ON_GPU and has_step_0():
-            self._start(
-                "cold step 0", *settings[0], env={SKIP_DRAFT: "1"}, **SPECULATIVE, **adaptive
-            )
+            self._start("nospec", backend, True)
+            self._start("static", backend, overlap or not TRITON_RELEASE)
+            self._start("threshold", backend, overlap, **fallback)
+        if ON_GPU and not refusal("step0_cold"):
+            self._start("step0_cold", *settings[0], **adaptive)
         waves()  # transformers is not to be imported in several threads at once
         self._threads = ThreadPoolExecutor(len(self.engines))
-        for key, engine in self.engines.items():
-            if key[0] != "never off":
-                tops = key[0] == "plain"
-                self._answers[key] = self._threads.submit(in_turn, engine, tops=tops)
+        self._answers: dict[tuple[str, str, bool], Future[list[Answer]]] = {
+            key: self._threads.submit(in_turn, engine)
+            for key, engine in self.engines.items()
+            if engine.spec.mode != "static"
+        }
 
     def answers(self, *key: Any) -> list[Answer]:
         return self._answers[key].result()
 
     def stop(self) -> None:
         for engine in self.engines.values():
-            engine.stop()
+            engine.kill()
         self._threads.shutdown()
 
-    def _start(self, name: str, backend: str, overlap: bool, **arguments: Any) -> None:
-        key = name, backend, overlap
+    def _start(self, mode: str, backend: str, overlap: bool, **arguments: Any) -> None:
+        key = mode, backend, overlap
         if key not in self.engines:
             number = len(self.engines)
-            port = FIRST_PORT + PORTS * number
-            self.engines[key] = Engine(
-                self.folder / str(number),
-                port=port,
-                nccl_port=port + 1,
-                **common_arguments(backend, overlap),
-                **arguments,
+            port = FIRST_PORT + PORTS_PER_SERVER * number
+            arguments |= {"port": port, "nccl_port": port + 1}
+            spec = Spec(
+                mode=mode,
+                model_path=str(PAIR / "target"),
+                draft_model_path=str(PAIR / "draft"),
+                arguments=common_arguments(backend, overlap) | arguments,
+                threshold=OFF_FROM,
             )
-
-
-def has_step_0() -> bool:
-    """Whether this release can skip the drafts of a step, and the draft's KV with them."""
-    from sglang.srt.environ import envs
-
-    return hasattr(envs, SKIP_DRAFT)
+            self.engines[key] = Engine(spec, self.folder / str(number))
 
 
 @pytest.fixture(scope="module")
@@ -305,18 +297,19 @@ def test_answers_and_accept_lengths_across_flips(
     servers: Servers, rows: list[dict[str, Any]], backend: str, overlap: bool
 ) -> None:
     """An answer in bfloat16 may leave the plain server's only where its two top logits tie."""
-    plain = servers.answers("plain", backend, True)
-    answers = servers.answers("fused", backend, overlap)
-    fused = servers.engines["fused", backend, overlap]
-    never_off = servers.engines["never off", backend, overlap or not TRITON_RELEASE]
-    state = fused.state()
+    plain = servers.answers("nospec", backend, True)
+    answers = servers.answers("threshold", backend, overlap)
+    fused = servers.engines["threshold", backend, overlap]
+    never_off = servers.engines["static", backend, overlap or not TRITON_RELEASE]
+    log = fused.log.read_text()
+    state = fused.order("server_info")["internal_states"][0]
     fallback = state["fused_fallback"]
     margins = near_ties(plain, answers)
     figures = after_flips(fused, answers, never_off).figures()
     row = {
         "attention_backend": backend,
         "overlap": overlap,
-        "worker": fused.log().split("fused fallback: on (worker ")[1].split(",")[0],
+        "worker": log.split("fused fallback: on (worker ")[1].split(",")[0],
         "answers": len(answers),
         "equal": len(answers) - len(margins),
         "margins_of_the_others": sorted(round(margin, 4) for margin in margins),
@@ -325,9 +318,9 @@ def test_answers_and_accept_lengths_across_flips(
         "after_flips": figures,
         "start_s": round(fused.start_s, 1),
     }
-    if ("cold step 0", backend, overlap) in servers.engines:
-        cold = servers.engines["cold step 0", backend, overlap]
-        cold_answers = servers.answers("cold step 0", backend, overlap)
+    if ("step0_cold", backend, overlap) in servers.engines:
+        cold = servers.engines["step0_cold", backend, overlap]
+        cold_answers = servers.answers("step0_cold", backend, overlap)
         row["after_cold_step_0"] = after_flips(cold, cold_answers, never_off).figures()
     print(json.dumps(row))
     rows.append(row)
@@ -344,4 +337,4 @@ def test_answers_and_accept_lengths_across_flips(
     if "after_cold_step_0" in row:
         assert row["after_cold_step_0"]["ratio"] < figures["ratio"]
     if ON_GPU:
-        assert "graphs up to 16 requests" in fused.log()
+        assert "graphs up to 16 requests" in log
