@@ -1,6 +1,7 @@
 """Train the small EAGLE-3 pair of the demo and the tests on the standard library's own sources.
 
-    python integration/demo/train_pair.py --out DIR [--minutes N | --steps N] [--device cuda|cpu]
+    python -m fused_fallback.integration.demo.train_pair --out DIR [--minutes N | --steps N]
+        [--device cuda|cpu]
 
 `DIR/target` is a `LlamaForCausalLM` and `DIR/draft` a `LlamaForCausalLMEagle3` as SGLang loads
 them; `DIR/training.json` records how they were made and how well the draft predicts the target on
@@ -17,7 +18,6 @@ import argparse
 import json
 import platform
 import random
-import subprocess
 import sysconfig
 import time
 import zlib
@@ -32,6 +32,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+
+from .checkout import commit
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 64
 NUM_LAYERS, TARGET_MLP, DRAFT_MLP = 4, 512, 384
@@ -533,14 +535,6 @@ def load_pair(folder: Path) -> tuple[Target, Draft]:
     return target.eval(), draft.eval()
 
 
-def git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 # --------------------------------------------------------------------------------------------- main
 
 
@@ -611,7 +605,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, help="of the target; 0.1 on cuda, 0 on cpu")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts to evaluate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default=git_commit(), help="to record; default: git's HEAD")
+    parser.add_argument("--commit", default=commit(), help="to record; default: git's HEAD")
     args = parser.parse_args()
     # A CPU sees the text a few times only: it needs no dropout, and more steps of fewer tokens.
     preset = {"minutes": 50.0, "steps": None, "batch": 4, "sequence": 512, "dropout": 0.0}
