@@ -1,8 +1,9 @@
 """The draft step's ops: checks once, then one `torch.library` call that marks what it writes.
 
 `fused_draft_step` is the composition of the three stages for one decoded token a request;
-`write_draft_kv` alone serves prefill. `backend="auto"` is the torch reference on the CPU and the
-fused kernels on a GPU. A backend asked for by name never falls back.
+`write_draft_kv` alone serves prefill. Backends: "torch" is the reference; "triton" is Triton's
+kernels alone, on a GPU or interpreted; "auto" is the reference on the CPU, and on a GPU Triton's
+kernels with the CUDA matmul where that is faster.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..kernels.draft_layer import DraftLayer
 
 AuxHiddenStates = torch.Tensor | Sequence[torch.Tensor]
 
-BACKENDS = ("auto", "torch", "triton", "cuda")
+BACKENDS = ("auto", "torch", "triton")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16)
 CPU_WEIGHT_DTYPES = (*WEIGHT_DTYPES, torch.float32, torch.float64)
 POOL_DTYPES = (*WEIGHT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -90,7 +91,7 @@ def capture_aux_hidden_states(
         _check_index("rows", rows, num_requests, device)
         _check_range("rows", rows, num_rows, slots=req_pool_indices)
     torch.ops.fused_fallback.capture_aux_hidden_states(
-        aux, req_pool_indices, kept_hidden_states, rows, _resolve_stage(backend, device)
+        aux, req_pool_indices, kept_hidden_states, rows, _resolve(backend, device)
     )
 
 
@@ -122,7 +123,7 @@ def build_draft_input(
         seq_lens,
         bonus_tokens,
         new_seq_lens,
-        _resolve_stage(backend, next_token_ids.device),
+        _resolve(backend, next_token_ids.device),
     )
 
 
@@ -164,8 +165,6 @@ def write_draft_kv(
     backend = _fusible_backend(layer, k_buffer, v_buffer, backend)
     _check_rows(layer, aux, token_ids, positions, out_cache_loc, k_buffer, input_embeds)
     _check_scales(k_scale, v_scale)
-    if backend == "cuda":
-        _check_one_launch(layer, k_buffer, v_buffer, aux, input_embeds)
     if num_rows == 0:
         return
     torch.ops.fused_fallback.write_draft_kv(
@@ -229,8 +228,6 @@ def fused_draft_step(
         "req_pool_indices", req_pool_indices, kept_hidden_states.shape[0], slots=out_cache_loc
     )
     _check_scales(k_scale, v_scale)
-    if backend == "cuda":
-        _check_one_launch(layer, k_buffer, v_buffer, aux, input_embeds)
     if num_rows == 0:
         return
     torch.ops.fused_fallback.fused_draft_step(
@@ -260,20 +257,17 @@ def can_fuse(
     Args:
         layer: the draft layer's weights.
         k_buffer, v_buffer: the pool of that layer, [num_slots, num_kv_heads, head_dim].
-        backend: "auto", "torch", "triton" or "cuda".
+        backend: "auto", "torch" or "triton".
 
     Raises:
         ValueError: the backend is unknown.
     """
     backend = _resolve(backend, k_buffer.device)
-    reason = (
+    return (
         _layer_reason(layer, backend)
         or _float8_reason(layer, backend)
         or _pool_reason(layer, k_buffer, v_buffer)
     )
-    if reason is None and backend == "cuda":
-        return _kernels("cuda").unsupported(layer=layer, k_buffer=k_buffer, v_buffer=v_buffer)
-    return reason
 
 
 def _layer_reason(layer: DraftLayer, backend: str) -> str | None:
@@ -344,7 +338,7 @@ def _float8_reason(layer: DraftLayer, backend: str) -> str | None:
         reason = _mismatch(name, scale, shape=shape, dtypes=dtypes, device=device)
         if reason or not scale.is_contiguous():
             return reason or f"{name} must be contiguous, got strides {scale.stride()}"
-    if backend == "triton" and device.type == "cuda":
+    if backend != "torch" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < (9, 0):
             return f"float8 weights need compute capability 9.0 or newer, {device} has {capability}"
@@ -380,37 +374,10 @@ def _fusible_backend(
     return _resolve(backend, k_buffer.device)
 
 
-def _check_one_launch(
-    layer: DraftLayer,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    aux: list[torch.Tensor],
-    input_embeds: torch.Tensor | None,
-) -> None:
-    reason = _kernels("cuda").unsupported(
-        layer=layer, k_buffer=k_buffer, v_buffer=v_buffer, aux=aux, input_embeds=input_embeds
-    )
-    if reason:
-        raise ValueError(f"backend 'cuda' does not support this call: {reason}")
-
-
 def _resolve(backend: str, device: torch.device) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        # Faster than the one-launch CUDA kernel at every number of rows measured
-        # (profiling/results/draft_step_triton_variants_8b_h200.json, draft_step_h200.json).
-        return "torch" if device.type == "cpu" else "triton"
-    if backend == "cuda" and device.type != "cuda":
-        raise ValueError(f"backend 'cuda' needs tensors on a GPU, got {device}; use 'torch'")
-    return backend
-
-
-def _resolve_stage(backend: str, device: torch.device) -> str:
-    """For the two stages that the CUDA kernel does not offer alone."""
-    if backend == "cuda":
-        raise ValueError("backend 'cuda' has no kernel for this stage alone; use 'triton'")
-    return _resolve(backend, device)
+    return "torch" if backend == "auto" and device.type == "cpu" else backend
 
 
 def _as_parts(aux_hidden_states: AuxHiddenStates) -> list[torch.Tensor]:
@@ -573,19 +540,15 @@ def _unflatten(values: Sequence[Any]) -> DraftLayer:
     return DraftLayer(**record)
 
 
-def _kernels(backend: str) -> Any:
-    """The module that implements a backend; the GPU ones are imported when first used."""
+def _kernels(backend: str) -> tuple[Any, dict[str, bool]]:
+    """The module that implements a backend, and what its matmuls are asked for."""
     if backend == "torch":
         from ..kernels import reference
 
-        return reference
-    if backend == "triton":
-        from ..kernels.triton import draft_step
+        return reference, {}
+    from ..kernels import draft_step  # imports Triton
 
-        return draft_step
-    from ..kernels.cuda import draft_step as cuda_draft_step
-
-    return cuda_draft_step
+    return draft_step, {"cuda": backend == "auto"}
 
 
 def _packed(aux: list[torch.Tensor]) -> AuxHiddenStates:
@@ -600,7 +563,7 @@ def _capture_aux_hidden_states(
     backend: str,
 ) -> None:
     with torch.cuda.device_of(kept_hidden_states):
-        _kernels(backend).capture_aux_hidden_states(
+        _kernels(backend)[0].capture_aux_hidden_states(
             aux_hidden_states=_packed(aux),
             req_pool_indices=req_pool_indices,
             kept_hidden_states=kept_hidden_states,
@@ -616,7 +579,7 @@ def _build_draft_input(
     backend: str,
 ) -> None:
     with torch.cuda.device_of(next_token_ids):
-        _kernels(backend).build_draft_input(
+        _kernels(backend)[0].build_draft_input(
             next_token_ids=next_token_ids,
             seq_lens=seq_lens,
             bonus_tokens=bonus_tokens,
@@ -631,8 +594,9 @@ def _write_draft_kv(*args: Any) -> None:
         args[split:],
     )
     k_scale, v_scale, input_embeds, backend = rest
+    kernels, options = _kernels(backend)
     with torch.cuda.device_of(k_buffer):
-        _kernels(backend).write_draft_kv(
+        kernels.write_draft_kv(
             layer=layer,
             aux_hidden_states=_packed(aux),
             token_ids=token_ids,
@@ -643,6 +607,7 @@ def _write_draft_kv(*args: Any) -> None:
             k_scale=k_scale,
             v_scale=v_scale,
             input_embeds=input_embeds,
+            **options,
         )
 
 
@@ -653,8 +618,9 @@ def _fused_draft_step(*args: Any) -> None:
         args[split:],
     )
     bonus_tokens, new_seq_lens, k_buffer, v_buffer, k_scale, v_scale, embeds, backend = rest
+    kernels, options = _kernels(backend)
     with torch.cuda.device_of(k_buffer):
-        _kernels(backend).fused_draft_step(
+        kernels.fused_draft_step(
             layer=layer,
             aux_hidden_states=_packed(aux),
             next_token_ids=tokens,
@@ -669,6 +635,7 @@ def _fused_draft_step(*args: Any) -> None:
             k_scale=k_scale,
             v_scale=v_scale,
             input_embeds=embeds,
+            **options,
         )
 
 

@@ -2,7 +2,7 @@
 
     python -m fused_fallback.profiling.bench_draft_step --output draft_step.json
     python -m fused_fallback.profiling.bench_draft_step --plot draft_step.json   # draws beside it
-    python -m fused_fallback.profiling.bench_draft_step --variants variants.json   # Triton only
+    python -m fused_fallback.profiling.bench_draft_step --variants variants.json   # of the step
 
 Every number is the median of interleaved replays of CUDA graphs, per step, with weights and inputs
 rotated so that none is in L2. The floor is Shape.floor_us. Up to 512 rows it is `fused_draft_step`,
@@ -27,10 +27,11 @@ from unittest.mock import patch
 import torch
 
 from ..integration.demo.checkout import commit
-from ..kernels import reference
+from ..kernels import draft_step, matmul, reference
+from ..kernels.cuda import split_k
+from ..kernels.cuda.split_k import Tiles
 from ..kernels.float8 import quantize_layer
-from ..kernels.triton import draft_step, matmul, prepare, store
-from ..kernels.triton.matmul import Tiles
+from ..kernels.triton import hidden_norm, prepare, store
 from .draft_step_peers import (
     SHAPES,
     Shape,
@@ -48,23 +49,9 @@ from .timing import Work, interleaved_medians
 ROTATED_BYTES = 500e6  # several times the H200's 60 MB of L2
 ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
 LARGEST_DECODE = 512
-CUDA_ROWS = 64  # of the one-launch kernel
-PEERS = ("triton", "cuda", "fp8", "cublas", "torch", "compile", "flashinfer", "full_layer")
-TILES = {  # by the most rows: what --variants measures beside the default
-    16: (
-        Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=4, blocks=2),
-        Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=5, blocks=2),
-        Tiles(16, weight_rows=32, k=256, num_warps=4, num_stages=4, blocks=2),
-        Tiles(16, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=4),
-        Tiles(16, weight_rows=128, k=128, num_warps=8, num_stages=4, blocks=1),
-    ),
-    64: (
-        Tiles(64, weight_rows=64, k=128, num_warps=4, num_stages=3, blocks=2),
-        Tiles(64, weight_rows=128, k=64, num_warps=4, num_stages=4, blocks=2),
-        Tiles(64, weight_rows=128, k=64, num_warps=8, num_stages=4, blocks=2),
-        Tiles(64, weight_rows=256, k=64, num_warps=8, num_stages=4, blocks=1),
-    ),
-}
+PEERS = ("fused", "triton", "fp8", "cublas", "torch", "compile", "flashinfer", "full_layer")
+CUTS = ((1, 4, 2), (1, 4, 3), (1, 2, 4), (1, 2, 6), (2, 1, 4), (2, 1, 6), (2, 2, 2))
+"""groups, boxes and in_flight of `Tiles`: what --variants measures beside the default."""
 
 
 def makers(
@@ -73,17 +60,15 @@ def makers(
     """For each peer that there is, what makes its work of a step."""
     compiled = torch.compile(unfused, dynamic=True) if "compile" in peers else unfused
     found: dict[str, Callable[[dict[str, Any]], Work]] = {
+        "fused": lambda step: lambda: write(step),
         "triton": lambda step: lambda: write(step, "triton"),
-        "cuda": lambda step: lambda: write(step, "cuda"),
-        "fp8": lambda step: lambda: write(step, "triton", quantized[id(step["layer"])]),
+        "fp8": lambda step: lambda: write(step, layer=quantized[id(step["layer"])]),
         "cublas": matmuls,
         "torch": lambda step: lambda: unfused(step),
         "compile": lambda step: lambda: compiled(step),
         "flashinfer": flashinfer_pieces,
         "full_layer": lambda step: full_layer(step, shape),
     }
-    if rows > CUDA_ROWS:
-        del found["cuda"]
     return {name: found[name] for name in peers if name in found}
 
 
@@ -115,7 +100,7 @@ def measure(name: str, rows_list: list[int], peers: list[str]) -> list[dict[str,
         steps = [random_step(layer, rows, prefill=prefill) for layer in layers]
         works = rotations(shape, steps, peers, quantized)
         times = interleaved_medians(works, rounds=1 if prefill else 3)
-        floor, us = shape.floor_us(rows), times.get("triton")
+        floor, us = shape.floor_us(rows), times.get("fused")
         line: dict[str, Any] = {"shape": name, "rows": rows, "floor_us": round(floor, 1)}
         if us is not None:
             line |= {
@@ -124,7 +109,7 @@ def measure(name: str, rows_list: list[int], peers: list[str]) -> list[dict[str,
                 "percent_of_floor": round(100 * floor / us),
             }
         rounded = {peer: round(times[peer], 1) if peer in times else None for peer in peers}
-        line |= {f"{peer}_us": us for peer, us in rounded.items() if peer != "triton"}
+        line |= {f"{peer}_us": us for peer, us in rounded.items() if peer != "fused"}
         print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
         results.append(line)
         del steps, works
@@ -148,7 +133,7 @@ def errors(name: str, rows: int) -> dict[str, Any]:
     )
     line: dict[str, Any] = {"shape": name, "rows": rows}
     for kind, of in (("bfloat16", layer), ("float8", quantize_layer(layer))):
-        write(step, "triton", of)
+        write(step, layer=of)
         for pool, exact in pools.items():
             error = (step[pool].double() - exact).norm() / exact.norm()
             line[f"{pool[0]}_error_{kind}"] = float(f"{error.item():.3g}")
@@ -161,47 +146,61 @@ _POOLS = ("k_buffer", "v_buffer")
 
 @contextmanager
 def changed(**change: Any) -> Iterator[None]:
-    """The Triton path with one thing different, while a step is captured."""
+    """The step with one thing different, while it is captured."""
     with ExitStack() as stack:
-        if change.get("dependent") is False:
-            for module in (draft_step, matmul, prepare, store):
-                no = patch.object(module, "has_dependent_launch", lambda device: False)
-                stack.enter_context(no)
-        if "split_rows" in change:
-            rows = change["split_rows"]
-            stack.enter_context(patch.object(draft_step, "MAX_SPLIT_ROWS", rows))
-        if change.get("one_stream"):
-            stack.enter_context(patch.object(draft_step, "_side_stream", lambda x, packed: None))
-        if "tiles" in change:
-            stack.enter_context(patch.object(matmul, "tiles_for", lambda rows: change["tiles"]))
+        for module, name, value in change.values():
+            stack.enter_context(patch.object(module, name, value))
         yield
 
 
+def in_order(kernel: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor] | None:
+    """A matmul that does not start beside the kernel before."""
+    return kernel and (lambda x, weight, **options: kernel(x, weight, **options | {"early": False}))
+
+
+def changes(rows: int) -> dict[str, dict[str, tuple[Any, str, Any]]]:
+    """What may differ, by a name for it: what is replaced in which module, and by what."""
+    choose = matmul.split_kernel
+    modules = {"a": hidden_norm, "b": prepare, "c": store}
+    no_launch = {
+        key: (module, "has_dependent_launch", lambda device: False)
+        for key, module in modules.items()
+    }
+    no_launch["d"] = (draft_step, "split_kernel", lambda *a, **k: in_order(choose(*a, **k)))
+    found: dict[str, dict[str, tuple[Any, str, Any]]] = {
+        "as it is": {},
+        "no dependent launch": no_launch,
+        "Triton alone": {"a": (matmul, "can_split", lambda x, weight: False)},
+        "library matmuls": {"a": (draft_step, "split_kernel", lambda *a, **k: None)},
+    }
+    if rows <= split_k.MAX_ROWS:
+        tile = split_k.tiles_for(rows).rows
+        for cut in CUTS:
+            tiles = Tiles(tile, *cut)
+            if tiles.stages >= tiles.in_flight:
+                found[str(tiles)] = {"a": (split_k, "tiles_for", lambda rows, at=tiles: at)}
+    else:
+        del found["Triton alone"], found["library matmuls"]
+        found["one stream"] = {"a": (draft_step, "_side_stream", lambda device: None)}
+        found["halves"] = {"a": (draft_step, "HALVES", True)}
+    return found
+
+
 def measure_variants(name: str, rows: int) -> dict[str, Any]:
-    """The Triton path as it is and with one thing different, and its matmuls by cuBLAS."""
+    """The step as it is and with one thing different, and its matmuls by cuBLAS."""
     shape = SHAPES[name]
     copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
     steps = [random_step(random_layer(shape), rows) for _ in range(copies)]
-    changes: dict[str, dict[str, Any]] = {"as it is": {}}
-    if rows <= matmul.MAX_SPLIT_ROWS:
-        changes["no dependent launch"] = {"dependent": False}
-        changes["library matmuls"] = {"split_rows": 0}
-        changes["library matmuls, one stream"] = {"split_rows": 0, "one_stream": True}
-        bucket = next(limit for limit in TILES if rows <= limit)
-        changes |= {str(tiles): {"tiles": tiles} for tiles in TILES[bucket]}
-    else:
-        changes["one stream"] = {"one_stream": True}
-        changes["no dependent launch"] = {"dependent": False}
 
     def work(step: dict[str, Any], change: dict[str, Any]) -> Work:
         def run() -> None:
             with changed(**change):
-                write(step, "triton")
+                write(step)
 
         return run
 
     works: dict[str, list[Work]] = {"cublas": [matmuls(step) for step in steps]}
-    for label, change in changes.items():
+    for label, change in changes(rows).items():
         try:
             works[label] = [work(step, change) for step in steps]
             works[label][0]()
@@ -239,7 +238,7 @@ def draw(path: Path) -> Path:
         "floor_us": ("floor", "k--"),
         "us": ("fused", "C3o-"),
         "fp8_us": ("fused, float8 weights", "C1o-"),
-        "cuda_us": ("one launch, CUDA", "C2^-"),
+        "triton_us": ("Triton alone", "C2^-"),
         "cublas_us": ("cuBLAS, its two matmuls alone", "C0s-"),
         "flashinfer_us": ("flashinfer's pieces and cuBLAS", "C4d-"),
         "compile_us": ("torch.compile", "C5v-"),
@@ -287,7 +286,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", default=commit(), help="recorded in the JSON file")
-    parser.add_argument("--variants", type=Path, help="measure the Triton path's variants instead")
+    parser.add_argument("--variants", type=Path, help="measure the settings of the step instead")
     parser.add_argument("--plot", type=Path, help="only draw this JSON file")
     parser.add_argument(
         "--once",

@@ -30,12 +30,12 @@ from .draft_step_peers import Shape, random_layer, random_step, write
 SHAPE = Shape(hidden=512, intermediate=1024, heads=8, kv_heads=2, draft_vocab=100)
 TOOLS = ("memcheck", "racecheck", "initcheck")
 CASES = {  # backend, float8 weights, rows, and which kernels run
-    "split, 9 rows": ("triton", False, 9, "prepare, split_k, hidden_norm, store"),
-    "split, 70 rows": ("triton", False, 70, "the same, split_k by wgmma"),
-    "split, float8 weights": ("triton", True, 9, "the same, widening"),
-    "library": ("triton", False, 130, "prepare (twice), cuBLAS, hidden_norm, store"),
-    "library, float8 weights": ("triton", True, 130, "the same, with quantize_rows"),
-    "one launch": ("cuda", False, 9, "draft_step"),
+    "split in CUDA, 9 rows": ("auto", False, 9, "prepare, split_k.cu, hidden_norm, store"),
+    "split in CUDA, 70 rows": ("auto", False, 70, "the same"),
+    "split in Triton": ("triton", False, 9, "prepare, split_k, hidden_norm, store"),
+    "split in Triton, float8 weights": ("triton", True, 9, "the same, widening"),
+    "library": ("auto", False, 130, "prepare, cuBLAS, hidden_norm, store"),
+    "library, float8 weights": ("auto", True, 130, "the same, with quantize_rows"),
 }
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 

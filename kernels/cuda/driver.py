@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import cupy
 import torch
 
-SOURCES = ("primitives.cuh", "wgmma.cuh", "draft_step.cu")
+SOURCES = ("primitives.cuh", "wgmma.cuh", "split_k.cu")
 TILE_K = 64
 
-_COOPERATIVE = 2  # CUlaunchAttributeID
+_DEPENDENT = 6  # CUlaunchAttributeID, programmatic stream serialization
 _ELEMENT_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B = 3, 2, 3
 
@@ -75,7 +74,7 @@ def load_kernel(
     cache = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
     cubin = Path(cache).expanduser() / f"fused_fallback_{key}.cubin"
     if not cubin.exists():
-        program = cupy.cuda.nvrtc.createProgram(source, "draft_step.cu", (), ())
+        program = cupy.cuda.nvrtc.createProgram(source, SOURCES[-1], (), ())
         try:
             cupy.cuda.nvrtc.compileProgram(program, options)
         except cupy.cuda.nvrtc.NVRTCError as error:
@@ -125,7 +124,7 @@ def tensor_map(
 
 
 def map_of(tensor: torch.Tensor, box_rows: int, weights: bool = False) -> TensorMap:
-    """`tensor_map` of a 2-d tensor with contiguous rows."""
+    """`tensor_map` of a 2-d tensor with contiguous columns."""
     rows, columns = tensor.shape
     return tensor_map(
         tensor.data_ptr(), tensor.dtype, rows, columns, tensor.stride(0), box_rows, weights
@@ -139,10 +138,14 @@ def launch(
     grid: int,
     block: int,
     shared_bytes: int = 0,
-    cooperative: bool = False,
+    dependent: bool = False,
 ) -> None:
-    """Launch on torch's current stream with one parameter passed by value."""
-    attribute = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(int(cooperative)))
+    """Launch on torch's current stream with one parameter passed by value.
+
+    Args:
+        dependent: start once every block of the kernel before allows it, or has ended.
+    """
+    attribute = _Attribute(_DEPENDENT, 0, (ctypes.c_uint32 * 16)(int(dependent)))
     config = _LaunchConfig(
         grid=(grid, 1, 1),
         block=(block, 1, 1),
@@ -156,9 +159,3 @@ def launch(
         ctypes.byref(config), ctypes.c_void_p(kernel.kernel.ptr), arguments, None
     )
     _check(status, "cuLaunchKernelEx")
-
-
-def pointers(tensors: Sequence[torch.Tensor], count: int) -> Any:
-    """An array of `count` addresses; absent ones are null."""
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    return (ctypes.c_void_p * count)(*addresses)

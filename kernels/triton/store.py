@@ -14,7 +14,7 @@ from ..draft_layer import DraftLayer
 from ..float8 import E4M3_OVERFLOW
 from .dependent_launch import has_dependent_launch, wait_for_previous
 from .float8 import FLOAT8_E4M3, FLOAT8_E5M2, to_float8_bits
-from .matmul import summed
+from .split_k import summed
 
 CAST = 0
 _CONVERSIONS = {torch.float8_e4m3fn: FLOAT8_E4M3, torch.float8_e5m2: FLOAT8_E5M2}

@@ -1,12 +1,8 @@
-"""The draft step's two matmuls: split over K for few rows, the library's for many.
+"""A matmul for few rows in Triton, split over K: a walk over the weights, once.
 
-For few rows both are a walk over the weights, once: every block takes a tile of weight rows and a
-share of K and leaves float32 partial sums, which the kernel that follows adds up in the order of
-the shares, so that the same inputs give the same bytes. The K and V matmul starts with the
-embedding half of its input while the hidden half is still being normed.
-
-float8 weights (`quantize_layer`) are widened as they are read for few rows. For many rows the input
-is rounded to float8 as well, each row by its own scale, and `torch._scaled_mm` multiplies.
+Every block takes a tile of weight rows and a share of K and leaves float32 partial sums, which the
+kernel that follows adds up (`summed`) in the order of the shares, so that the same inputs give the
+same bytes. float8 weights (`quantize_layer`) are widened as they are read.
 """
 
 from __future__ import annotations
@@ -15,16 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..float8 import E4M3_MAX, E4M3_OVERFLOW
 from .dependent_launch import has_dependent_launch, start_next, wait_for_previous
-from .float8 import FLOAT8_E4M3, to_float8_bits
-from .prepare import num_warps_for
 
-MAX_SPLIT_ROWS = 64  # above, library matmuls are faster: measured on an H200, 8B and 70B drafts
 MAX_SPLITS = 32  # arbitrary; the sums are read back this many times
 INTERPRETED_MULTIPROCESSORS = 8  # arbitrary
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # interpreted: float32 alone
@@ -167,41 +158,13 @@ def summed(
     return y
 
 
-@triton.jit
-def quantize_rows_kernel(
-    x_ptr,  # [rows, WIDTH]
-    stride_x,
-    y_ptr,  # [rows, WIDTH] uint8, the bits of float8_e4m3fn (output)
-    scale_ptr,  # [rows] float32 (output)
-    WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    largest = tl.full((), 0.0, tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        at = start + column
-        x = tl.load(x_ptr + row * stride_x + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=0))
-    scale = tl.where(largest > 0, largest / LARGEST, 1.0)
-    tl.store(scale_ptr + row, scale)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        at = start + column
-        x = tl.load(x_ptr + row * stride_x + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-        bits = to_float8_bits(x / scale, FORMAT, OVERFLOW)
-        tl.store(y_ptr + row * WIDTH + at, bits, mask=at < WIDTH)
-
-
 def split_k(
     x: torch.Tensor, weight: torch.Tensor, *, early: bool, second_half_is_late: bool = False
 ) -> torch.Tensor:
     """Partial sums [splits, rows, N] float32 of `x @ weight.T`; scales and bias are not applied.
 
     Args:
-        x: [rows, K], rows at most `MAX_SPLIT_ROWS`.
+        x: [rows, K], at most 64 rows.
         weight: [N, K] in the dtype of x or float8_e4m3fn.
         early: start beside the kernel before, which must be one of this package.
         second_half_is_late: whether the kernel before writes the second half of the columns of `x`;
@@ -234,46 +197,3 @@ def split_k(
         launch_pdl=dependent and early,
     )
     return partials
-
-
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, width] float8_e4m3fn and [rows, 1] float32: x is their product."""
-    rows, width = x.shape
-    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = min(4096, triton.next_power_of_2(width))  # arbitrary
-    quantize_rows_kernel[(rows,)](
-        x,
-        x.stride(0),
-        y.view(torch.uint8),
-        scale,
-        WIDTH=width,
-        LARGEST=E4M3_MAX,
-        OVERFLOW=E4M3_OVERFLOW,
-        FORMAT=FLOAT8_E4M3,
-        BLOCK=block,
-        num_warps=num_warps_for(block),
-    )
-    return y, scale
-
-
-def library_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """`x @ weight.T + bias` [1, rows, N] in the dtype of x, in the form of `split_k`."""
-    if weight_scale is None:
-        return F.linear(x, weight, bias).unsqueeze(0)
-    quantized, scale = quantize_rows(x)
-    product = torch._scaled_mm(
-        quantized,
-        weight.t(),
-        scale_a=scale,
-        scale_b=weight_scale.unsqueeze(0),
-        bias=bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
-    return product.unsqueeze(0)
