@@ -114,22 +114,15 @@ def write_draft_kv(
         else:
             hidden = library_linear(fc_input, layer.fc, layer.fc_weight_scale, layer.fc_bias)
         if side is not None:
-            kv = x.new_empty((2, num_rows, layer.kv_proj.shape[0]), dtype=torch.float32)
             with torch.cuda.stream(side):
                 prepare(**row, **embedding)
-                if HALVES:
-                    half(layer, x, kv, 0)
                 embedded = side.record_event()
                 if kept_hidden_states is not None:
                     prepare(**row, **keep)
         hidden_norm(layer, hidden, x)
-    if side is not None and HALVES:
-        half(layer, x, kv, 1)
     if side is not None:
         torch.cuda.current_stream().wait_event(embedded)
-    if side is not None and HALVES:
-        pass
-    elif split_kv := split_kernel(x, layer.kv_proj, cuda=cuda):
+    if split_kv := split_kernel(x, layer.kv_proj, cuda=cuda):
         after_norm = layer.fc is not None
         kv = split_kv(x, layer.kv_proj, early=after_norm, second_half_is_late=after_norm)
     else:
@@ -137,19 +130,6 @@ def write_draft_kv(
     store(layer=layer, kv=kv, positions=positions, out_cache_loc=out_cache_loc, **pool)
     if side is not None:
         torch.cuda.current_stream().wait_stream(side)
-
-
-HALVES = False
-
-
-def half(layer, x, kv, i):
-    h = layer.hidden_size
-    torch.mm(
-        x[:, i * h : (i + 1) * h],
-        layer.kv_proj[:, i * h : (i + 1) * h].t(),
-        out_dtype=torch.float32,
-        out=kv[i],
-    )
 
 
 def fused_draft_step(

@@ -174,15 +174,14 @@ def changes(rows: int) -> dict[str, dict[str, tuple[Any, str, Any]]]:
         "library matmuls": {"a": (draft_step, "split_kernel", lambda *a, **k: None)},
     }
     if rows <= split_k.MAX_ROWS:
-        tile = split_k.tiles_for(rows).rows
+        tile = split_k.tiles_for(rows, 0, 0).rows
         for cut in CUTS:
             tiles = Tiles(tile, *cut)
             if tiles.stages >= tiles.in_flight:
-                found[str(tiles)] = {"a": (split_k, "tiles_for", lambda rows, at=tiles: at)}
+                found[str(tiles)] = {"a": (split_k, "tiles_for", lambda *sizes, at=tiles: at)}
     else:
         del found["Triton alone"], found["library matmuls"]
         found["one stream"] = {"a": (draft_step, "_side_stream", lambda device: None)}
-        found["halves"] = {"a": (draft_step, "HALVES", True)}
     return found
 
 

@@ -3,7 +3,7 @@
     python -m fused_fallback.profiling.bench_envelope --model-path TARGET --draft-model-path DRAFT
         [--modes nospec static off threshold] [--concurrency 8 32 64 128 256] [--repeats 5]
         [--input-len 256] [--output-len 128] [--prompts random|coding|agentic]
-        [--through engine|serve] [--ramp] [--server-args JSON]
+        [--through engine|serve] [--ramps 1] [--server-args JSON]
 
 Modes: no speculation; always on; SGLang's adaptive speculation held at step 0, with and without
 its draft extend; the fused fallback with a threshold above (`on`), below (`off`) and amid
@@ -22,8 +22,9 @@ In each repeat every mode has the same prompts, and the order of the modes alter
 taken within a repeat; the median over the repeats and their range are reported. A ratio above 1 is
 faster, also that of `tpot_ms`. `ratio_best` is to the faster of `nospec` and `static`.
 
-`--ramp` keeps 1, 2, 4, ... requests running, up to the largest concurrency and down again, some
-seconds each, and counts the tokens of each step, its transition included.
+`--ramps N` adds N times, for each mode, a ramp: 1, 2, 4, ... requests running, up to the largest
+concurrency and down again, some seconds each; it counts the tokens of each step, its transition
+included. `--repeats 0` leaves out the single loads.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, default=["nospec", "static", "off", "threshold"])
     add("--prompts", choices=("random", *prompt_sets.NAMES), default="random")
     add("--repeats", type=int, default=5)
-    add("--ramp", action="store_true", help="a ramp instead of single loads")
+    add("--ramps", type=int, default=0, help="repeats of a ramp, after the single loads")
     add("--ramp-seconds", type=float, default=4.0, help="for each step (%(default)s)")
     add("--at-once", type=int, help="start so many servers together, and measure no memory")
     add("--append", action="store_true", help="keep the other rows of an existing result")
@@ -71,8 +72,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.at_once is not None and options.at_once < 2:
         parser.error("--at-once must be 2 or more")
-    if options.ramp and options.prompts != "random":
-        parser.error("--ramp sends random prompts")
+    if options.ramps and options.prompts != "random":
+        parser.error("--ramps sends random prompts")
     if options.prompts != "random" and options.load_format == "dummy":
         parser.error(f"--prompts {options.prompts} needs a real model, not --load-format dummy")
     return options
@@ -264,7 +265,7 @@ def measure_ramp(
     """Yield the rows so far after each repeat of the ramp: one for each step and mode."""
     steps = ramp_steps(max(options.concurrency))
     taken: dict[str, list[list[float]]] = {server.spec.mode: [] for server in servers}
-    for repeat in range(options.repeats):
+    for repeat in range(options.ramps):
         seed = next(SEEDS)
         for server in servers if repeat % 2 else servers[::-1]:
             mode = server.spec.mode
@@ -324,14 +325,12 @@ def main() -> None:
     servers = Servers(options, log)
     try:
         for group in servers.groups(options.modes):
-            if options.ramp:
-                for rows in measure_ramp(options, group, log):
-                    keep(rows, "ramp")
-            else:
-                for concurrency in options.concurrency:
-                    rows = measure(options, group, concurrency, log)
-                    keep(rows, "rows")
-                    log(envelope_report.table(rows))
+            for concurrency in options.concurrency if options.repeats else ():
+                rows = measure(options, group, concurrency, log)
+                keep(rows, "rows")
+                log(envelope_report.table(rows))
+            for rows in measure_ramp(options, group, log):
+                keep(rows, "ramp")
     finally:
         servers.stop()
     log(f"\n{envelope_report.text(result)}\nwritten to {out}")

@@ -377,11 +377,11 @@ def test_flips_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_ramp_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> None:
-    options = ["--modes", "threshold", "--threshold", "3", "--concurrency", "4", "--ramp"]
+    options = ["--modes", "threshold", "--threshold", "3", "--concurrency", "4"]
     printed, result = run(
         "bench_envelope",
         *bench_arguments,
-        *(*options, "--output-len", "16", "--repeats", "1", "--ramp-seconds", "3"),
+        *(*options, "--output-len", "16", "--repeats", "0", "--ramps", "1", "--ramp-seconds", "3"),
         out=tmp_path / "envelope.json",
     )
     assert [row["concurrency"] for row in result["ramp"]] == [1, 2, 4, 2, 1]

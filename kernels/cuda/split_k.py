@@ -42,17 +42,19 @@ class Tiles:
         return RING_BYTES // self.stage_bytes
 
 
-def tiles_for(rows: int) -> Tiles:
+def tiles_for(rows: int, weight_rows: int, multiprocessors: int) -> Tiles:
     """64 KiB of weights in flight: enough for the bandwidth, and a short queue.
 
-    The best for 8B and 70B drafts together on an H200, of those that
+    Tiles of 64 weight rows need half the splits, thus half the partial sums, of tiles of 128, which
+    need half the reads of x. The best for 8B and 70B drafts on an H200, of those that
     `profiling/bench_draft_step.py --variants` measures.
     """
+    x_rows = next(size for size in (8, 16, 32, 64, 128) if rows <= size)
     if rows <= 16:
-        return Tiles(8 if rows <= 8 else 16, groups=1, boxes=4, in_flight=2)
-    if rows <= 64:
-        return Tiles(32 if rows <= 32 else 64, groups=1, boxes=2, in_flight=4)
-    return Tiles(128, groups=2, boxes=1, in_flight=4)
+        return Tiles(x_rows, groups=1, boxes=4, in_flight=2)
+    if rows <= 64 or weight_rows <= 32 * multiprocessors:
+        return Tiles(x_rows, groups=1, boxes=2, in_flight=4)
+    return Tiles(x_rows, groups=2, boxes=1, in_flight=4)
 
 
 @cache
@@ -112,9 +114,10 @@ def split_k(
     rows, (n, width) = x.shape[0], weight.shape
     runs = 2 if second_half_is_late else 1
     k = width // runs
-    at = tiles_for(rows)
+    multiprocessors = _multiprocessors(x.device)
+    at = tiles_for(rows, n, multiprocessors)
     tiles, steps = -(-n // at.weight_rows), -(-k // at.k)
-    splits = max(1, min(_multiprocessors(x.device) // tiles, steps, MAX_SPLITS))
+    splits = max(1, min(multiprocessors // tiles, steps, MAX_SPLITS))
     partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
 
     def maps(matrix: torch.Tensor, box_rows: int, *, weights: bool) -> ctypes.Array:
