@@ -88,13 +88,12 @@ def rotations(
     return found
 
 
-def measure(name: str, rows_list: list[int], peers: list[str]) -> list[dict[str, Any]]:
-    """Rows of the results for one shape; prints each as it comes."""
+def measure(name: str, rows_list: list[int], peers: list[str]) -> Iterator[dict[str, Any]]:
+    """The results' rows for one shape, printed as they come."""
     shape = SHAPES[name]
     copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
     layers = [random_layer(shape) for _ in range(copies)]
     quantized = {id(layer): quantize_layer(layer) for layer in layers if "fp8" in peers}
-    results = []
     for rows in rows_list:
         prefill = rows > LARGEST_DECODE
         steps = [random_step(layer, rows, prefill=prefill) for layer in layers]
@@ -111,11 +110,10 @@ def measure(name: str, rows_list: list[int], peers: list[str]) -> list[dict[str,
         rounded = {peer: round(times[peer], 1) if peer in times else None for peer in peers}
         line |= {f"{peer}_us": us for peer, us in rounded.items() if peer != "fused"}
         print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
-        results.append(line)
+        yield line
         del steps, works
         gc.collect()
         torch.cuda.empty_cache()
-    return results
 
 
 def errors(name: str, rows: int) -> dict[str, Any]:
@@ -273,7 +271,6 @@ def write_record(path: Path | None, commit: str | None, **content: Any) -> None:
     }
     if path:
         path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}")
 
 
 def main() -> None:
@@ -311,19 +308,23 @@ def main() -> None:
         torch.cuda.profiler.stop()
         return
     start = time.time()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     if arguments.variants:
         cells = [(name, rows) for name in arguments.shapes for rows in arguments.rows]
         variants = [measure_variants(name, rows) for name, rows in cells]
         write_record(arguments.variants, arguments.commit, variants=variants)
     else:
-        results, accuracy = [], []
+        results: list[dict[str, Any]] = []
+        accuracy: list[dict[str, Any]] = []
         for name in arguments.shapes:
-            results += measure(name, arguments.rows, arguments.peers)
+            for line in measure(name, arguments.rows, arguments.peers):
+                results.append(line)
+                write_record(arguments.output, arguments.commit, rows=results, errors=accuracy)
             if "fp8" in arguments.peers:
                 accuracy += [errors(name, rows) for rows in (64, 512)]
+                write_record(arguments.output, arguments.commit, rows=results, errors=accuracy)
             gc.collect()
             torch.cuda.empty_cache()
-        write_record(arguments.output, arguments.commit, rows=results, errors=accuracy)
         print(table(results))
     print(f"{time.time() - start:.0f} s")
 
