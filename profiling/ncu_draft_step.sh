@@ -1,6 +1,6 @@
 #!/bin/sh
 # Nsight Compute on one fused draft step: bandwidth, occupancy, stalls of each of its kernels.
-#   profiling/ncu_draft_step.sh [shape] [rows] [backend: auto, triton, cuda]
+#   profiling/ncu_draft_step.sh [shape] [rows] [backend: auto, triton]
 #
 # Settings:
 #   --profile-from-start off  only the fourth step, which stands between cudaProfilerStart and -Stop:

@@ -38,6 +38,7 @@ CASES = {  # backend, float8 weights, rows, and which kernels run
     "library, float8 weights": ("auto", True, 130, "the same, with quantize_rows"),
 }
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+KERNEL = re.compile(r"\b(?:at|in) (?:void )?([\w:]*?\w+)(?:<.*?>)?(?:\(.*?\))?\+0x[0-9a-f]+")
 
 
 def drive(case: str) -> None:
@@ -74,8 +75,13 @@ def verdict(output: str, code: int | None) -> str:
     if not found or "Internal Sanitizer Error" in output:
         lines = [line for line in output.splitlines() if line.strip()]
         return f"tool error, exit code {code}: {lines[-1] if lines else 'no output'}"
+    kernels = sorted(set(KERNEL.findall(output)))
     agrees = "drive: K and V agree" in output
-    return found[-1] + ("" if agrees else ", and the step itself failed")
+    return (
+        found[-1]
+        + (f", in {', '.join(kernels)}" if kernels else "")
+        + ("" if agrees else ", and the step itself failed")
+    )
 
 
 def check(case: str, tool: str, timeout: float, log: Path | None) -> dict[str, Any]:

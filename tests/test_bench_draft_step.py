@@ -87,6 +87,12 @@ def test_floors_are_the_documented_ones() -> None:
             0,
             "0 hazards displayed (0 errors, 0 warnings)",
         ),
+        (
+            f"{AGREES}\n=========     at store_kernel+0x140 in store.py:9\n"
+            "========= ERROR SUMMARY: 3 errors\n",
+            9,
+            "3 errors, in store_kernel",
+        ),
         ("========= ERROR SUMMARY: 0 errors\n", 1, "0 errors, and the step itself failed"),
         (
             "========= Internal Sanitizer Error: x\n",
@@ -96,7 +102,7 @@ def test_floors_are_the_documented_ones() -> None:
         ("", 1, "tool error, exit code 1: no output"),
         (AGREES, None, "no result: out of time"),
     ],
-    ids=["clean", "no race", "wrong result", "tool broke", "silent", "late"],
+    ids=["clean", "no race", "errors", "wrong result", "tool broke", "silent", "late"],
 )
 def test_verdicts_of_the_sanitizer(output: str, code: int | None, expected: str) -> None:
     assert verdict(output, code).startswith(expected)

@@ -57,6 +57,12 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert "ratio_nospec" not in bench_envelope.row(taken, "nospec")
 
 
+def test_requests_that_wait_for_others_do_not_run_together() -> None:
+    one, two = Timing(0.0, 1.0, 4.0, 128), Timing(0.0, 2.0, 5.0, 128)
+    assert bench_envelope.together([one, two])
+    assert not bench_envelope.together([one, Timing(0.0, 4.5, 9.0, 128)])
+
+
 def test_ramp() -> None:
     assert bench_envelope.ramp_steps(8) == [1, 2, 4, 8, 4, 2, 1]
     assert bench_envelope.ramp_steps(6) == [1, 2, 4, 6, 4, 2, 1]

@@ -120,7 +120,7 @@ def test_replays_in_flight_keep_their_own_inputs() -> None:
     steps = [make_step(case, 16, layer=layer, device="cuda", seed=seed) for seed in range(1, 9)]
     eager = copy_written(pool)
     for step in steps:
-        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16, "triton")
+        run_padded({name: step[name] for name in INPUTS}, layer, eager, 16, "auto")
     given = {name: steps[0][name].clone() for name in INPUTS}
     for step in steps:
         for name in INPUTS:
