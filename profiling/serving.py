@@ -364,12 +364,17 @@ class Client:
         return self.loop.run_until_complete(all_at_once())
 
     def burst(
-        self, prompts: list[list[int]], new_tokens: int, profile: dict[str, Any] | None = None
+        self,
+        prompts: list[list[int]],
+        new_tokens: int,
+        profile: dict[str, Any] | None = None,
+        prefill: bool = False,
     ) -> list[Timing]:
-        """All prompts at once; once all have their first token, start to profile if asked.
+        """All prompts at once; profile if asked, from when all have their first token.
 
         Args:
             profile: for `start_profile`, with `num_steps`.
+            prefill: profile from before they are sent.
         """
 
         async def all_at_once() -> list[Timing]:
@@ -382,8 +387,10 @@ class Client:
                 if not waiting:
                     decoding.set()
 
+            if profile and prefill:
+                await self.start_profile(profile)
             tasks = [asyncio.create_task(self._timed(p, new_tokens, started)) for p in prompts]
-            if profile:
+            if profile and not prefill:
                 await decoding.wait()
                 await self.start_profile(profile)
             return await asyncio.gather(*tasks)

@@ -1,17 +1,19 @@
-"""Where the time of one decode step goes: GPU kernels of servers side by side, by torch's profiler.
+"""Where the time of a decode step or a prefill goes: GPU kernels of servers side by side.
 
     python -m fused_fallback.profiling.trace_serving --model-path TARGET --draft-model-path DRAFT
-        [--modes nospec off] [--concurrency 64] [--steps 12] [--load-format dummy ...]
+        [--modes nospec off] [--concurrency 64] [--steps 12] [--prefill] [--load-format dummy ...]
 
 Starts `sglang serve` once for each mode, lets `--concurrency` requests decode, and has SGLang
-trace some steps. Writes `profiling/results/trace_<device>_<sglang>.json` and `.txt` beside it:
+trace some steps by torch's profiler. Writes `profiling/results/trace_<device>_<sglang>.json`, or
+`trace_prefill_...`, and `.txt` beside it:
 
 - GPU time of a step in each mode: the target's graph, other kernels, idle;
 - every kernel whose number or time differs between the first mode and another;
 - all kernels of one step, the one of median length, with start, duration and stream.
 
 A step lasts from the first kernel of one launch of the target's graph to that of the next; the
-target's is the graph with the most kernels. `--keep FOLDER` keeps the full traces, for Perfetto,
+target's is the graph with the most kernels. With `--prefill` there is one step, all that ran before
+the first launch: the prefill of all requests. `--keep FOLDER` keeps the full traces, for Perfetto,
 with the ranges of `nvtx.py` in them. The profiler itself slows the CPU side: read durations and
 order, not tokens per second.
 """
@@ -26,7 +28,7 @@ import re
 import statistics
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_options(parser, concurrency=[64])
     add("--modes", nargs="+", choices=MODES, default=["nospec", "off"])
     add("--steps", type=int, default=12, help="to trace (%(default)s)")
+    add("--prefill", action="store_true", help="the prefill of all requests, not decode steps")
     add("--keep", type=Path, help="folder for the full traces, for Perfetto")
     add("--nsys", action="store_true", help="open nsys's capture range instead: nsys_serving.sh")
     add("--out", type=Path, help="default: profiling/results/trace_<device>_<sglang>.json")
@@ -159,6 +162,15 @@ def steps(kernels: Sequence[Kernel]) -> list[Step]:
     ]
 
 
+def prefill(kernels: Sequence[Kernel]) -> list[Step]:
+    """What ran before the first launch of the target's graph, as one step."""
+    begins = [kernel.start for kernel in kernels if kernel.source == TARGET]
+    if not begins or kernels[0].start == begins[0]:
+        return []
+    before = tuple(kernel for kernel in kernels if kernel.start < begins[0])
+    return [Step(before[0].start, begins[0], kernels=before, earlier=())]
+
+
 # ---- what it says
 
 
@@ -197,7 +209,7 @@ def figures(step: Step) -> dict[str, float]:
     beside = [kernel for kernel in others if kernel.source == GRAPH]
     return {
         "step_us": step.end - step.begin,
-        "target_graph_us": target[-1].end - target[0].start,
+        "target_graph_us": target[-1].end - target[0].start if target else 0.0,
         "target_busy_us": length(spans(target)),
         "other_busy_us": length(spans(others)),
         "other_graphs_busy_us": length(spans(beside)),
@@ -248,7 +260,7 @@ def text(found: dict[str, list[Step]]) -> str:
     """Everything, for reading."""
     modes = list(found)
     summaries = {mode: summarise(found[mode]) for mode in modes}
-    lines = [f"{'median of a decode step':26s}" + "".join(f"{mode:>14s}" for mode in modes)]
+    lines = [f"{'median':26s}" + "".join(f"{mode:>14s}" for mode in modes)]
     for name in summaries[modes[0]]:
         lines.append(f"{name:26s}" + "".join(f"{summaries[m][name]:14.2f}" for m in modes))
     for mode in modes[1:]:
@@ -305,6 +317,7 @@ def trace(options: argparse.Namespace, mode: str, folder: Path) -> None:
         "burst",
         prompts=ids[1],
         new_tokens=options.output_len,
+        prefill=options.prefill,
         profile={
             "output_dir": str(folder / mode),
             "num_steps": options.steps,
@@ -316,23 +329,23 @@ def trace(options: argparse.Namespace, mode: str, folder: Path) -> None:
     server.stop()
 
 
-def traced(folder: Path) -> list[Step]:
-    """The steps of the one trace in a folder.
+def traced(folder: Path, split: Callable[[Sequence[Kernel]], list[Step]]) -> list[Step]:
+    """The steps of the one trace in a folder, cut by `steps` or `prefill`.
 
     Raises:
         SystemExit: it holds none.
     """
     (path,) = folder.rglob("*.trace.json.gz")
-    found = steps(read(path))
+    found = split(read(path))
     if not found:
-        raise SystemExit(f"{path} holds no whole decode step in a CUDA graph: is there a GPU?")
+        raise SystemExit(f"{path} holds no {split.__name__} before a decode graph: is there a GPU?")
     return found
 
 
 def main() -> None:
     options = parse_args()
     refuse(options.modes)
-    out = options.out or result_path("trace")
+    out = options.out or result_path("trace_prefill" if options.prefill else "trace")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="trace_"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -341,11 +354,12 @@ def main() -> None:
         trace(options, mode, folder)
         if options.nsys:
             continue
-        found[mode] = traced(folder / mode)
+        found[mode] = traced(folder / mode, prefill if options.prefill else steps)
         first = found[options.modes[0]]
         result = {
             **provenance(options.commit),
             "concurrency": options.concurrency[0],
+            "of": "prefill" if options.prefill else "decode step",
             "modes": {name: summarise(of_mode) for name, of_mode in found.items()},
             "differences": {
                 name: differences(first, of_mode)

@@ -232,6 +232,18 @@ def test_a_draft_step_that_overlaps_the_next_target(tmp_path: Path) -> None:
     assert trace_serving.figures(second)["idle_us"] == 2.0 + 4.0
 
 
+def test_a_prefill_is_what_runs_before_the_first_decode_graph(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace.json.gz"
+    write_trace(path)
+    decoding = trace_serving.read(path)
+    assert trace_serving.prefill(decoding) == []
+    first = replace(decoding[4], start=700.0)
+    (step,) = trace_serving.prefill([first, *decoding])
+    assert step.kernels == (first,)
+    found = trace_serving.figures(step)
+    assert found["step_us"] == 300.0 and found["other_busy_us"] == 4.0 and found["idle_us"] == 296.0
+
+
 def test_differences_of_traces(tmp_path: Path) -> None:
     paths = tmp_path / "a.trace.json.gz", tmp_path / "b.trace.json.gz"
     write_trace(paths[0])
