@@ -17,7 +17,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
@@ -142,44 +142,46 @@ def errors(name: str, rows: int) -> dict[str, Any]:
 _POOLS = ("k_buffer", "v_buffer")
 
 
+Change = tuple[Any, str, Any]
+"""A module, a name in it, and what stands there instead."""
+
+
 @contextmanager
-def changed(**change: Any) -> Iterator[None]:
-    """The step with one thing different, while it is captured."""
+def changed(changes: Iterable[Change]) -> Iterator[None]:
+    """The step with something different, while it is captured."""
     with ExitStack() as stack:
-        for module, name, value in change.values():
-            stack.enter_context(patch.object(module, name, value))
+        for change in changes:
+            stack.enter_context(patch.object(*change))
         yield
 
 
-def in_order(kernel: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor] | None:
-    """A matmul that does not start beside the kernel before."""
-    return kernel and (lambda x, weight, **options: kernel(x, weight, **options | {"early": False}))
-
-
-def changes(rows: int) -> dict[str, dict[str, tuple[Any, str, Any]]]:
-    """What may differ, by a name for it: what is replaced in which module, and by what."""
+def variants(rows: int) -> dict[str, list[Change]]:
+    """What may differ, by a name for it."""
     choose = matmul.split_kernel
-    modules = {"a": hidden_norm, "b": prepare, "c": store}
-    no_launch = {
-        key: (module, "has_dependent_launch", lambda device: False)
-        for key, module in modules.items()
+
+    def in_order(
+        x: torch.Tensor, weight: torch.Tensor, **options: Any
+    ) -> Callable[..., Any] | None:
+        """A matmul that does not start beside the kernel before."""
+        kernel = choose(x, weight, **options)
+        return kernel and (lambda *of, **how: kernel(*of, **how | {"early": False}))
+
+    no_launch: list[Change] = [
+        (module, "has_dependent_launch", lambda device: False)
+        for module in (hidden_norm, prepare, store)
+    ]
+    found: dict[str, list[Change]] = {
+        "as it is": [],
+        "no dependent launch": [*no_launch, (draft_step, "split_kernel", in_order)],
     }
-    no_launch["d"] = (draft_step, "split_kernel", lambda *a, **k: in_order(choose(*a, **k)))
-    found: dict[str, dict[str, tuple[Any, str, Any]]] = {
-        "as it is": {},
-        "no dependent launch": no_launch,
-        "Triton alone": {"a": (matmul, "can_split", lambda x, weight: False)},
-        "library matmuls": {"a": (draft_step, "split_kernel", lambda *a, **k: None)},
-    }
-    if rows <= split_k.MAX_ROWS:
-        tile = split_k.tiles_for(rows, 0, 0).rows
-        for cut in CUTS:
-            tiles = Tiles(tile, *cut)
-            if tiles.stages >= tiles.in_flight:
-                found[str(tiles)] = {"a": (split_k, "tiles_for", lambda *sizes, at=tiles: at)}
-    else:
-        del found["Triton alone"], found["library matmuls"]
-        found["one stream"] = {"a": (draft_step, "_side_stream", lambda device: None)}
+    if rows > split_k.MAX_ROWS:
+        return found | {"one stream": [(draft_step, "_side_stream", lambda device: None)]}
+    found["Triton alone"] = [(matmul, "can_split", lambda x, weight: False)]
+    found["library matmuls"] = [(draft_step, "split_kernel", lambda x, weight, cuda: None)]
+    for cut in CUTS:
+        tiles = Tiles(split_k.tiles_for(rows, 0, 0).rows, *cut)
+        if tiles.stages >= tiles.in_flight:
+            found[str(tiles)] = [(split_k, "tiles_for", lambda *sizes, at=tiles: at)]
     return found
 
 
@@ -189,17 +191,17 @@ def measure_variants(name: str, rows: int) -> dict[str, Any]:
     copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
     steps = [random_step(random_layer(shape), rows) for _ in range(copies)]
 
-    def work(step: dict[str, Any], change: dict[str, Any]) -> Work:
+    def work(step: dict[str, Any], changes: list[Change]) -> Work:
         def run() -> None:
-            with changed(**change):
+            with changed(changes):
                 write(step)
 
         return run
 
     works: dict[str, list[Work]] = {"cublas": [matmuls(step) for step in steps]}
-    for label, change in changes(rows).items():
+    for label, changes in variants(rows).items():
         try:
-            works[label] = [work(step, change) for step in steps]
+            works[label] = [work(step, changes) for step in steps]
             works[label][0]()
             torch.cuda.synchronize()
         except RuntimeError as error:  # such as more shared memory than there is
@@ -311,8 +313,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     if arguments.variants:
         cells = [(name, rows) for name in arguments.shapes for rows in arguments.rows]
-        variants = [measure_variants(name, rows) for name, rows in cells]
-        write_record(arguments.variants, arguments.commit, variants=variants)
+        measured = [measure_variants(name, rows) for name, rows in cells]
+        write_record(arguments.variants, arguments.commit, variants=measured)
     else:
         results: list[dict[str, Any]] = []
         accuracy: list[dict[str, Any]] = []
