@@ -35,6 +35,7 @@ SLACK_TOKENS = 32  # of KV a request: steps allocate slots before they know what
 # SGLang holds back a request for which there is no place, the ones that just ended still counted,
 # until another ends.
 SLACK_REQUESTS = 8
+LEAD_S = 0.01  # that a request is ahead of others, for the server to begin with it
 NEVER = 1 << 20  # requests or tokens, more than any load
 PORTS_PER_SERVER = 1100  # SGLang takes further ports up to 1000 above its own
 TIMEOUT_S = 3600.0  # arbitrary: longer than any start and any load
@@ -201,7 +202,8 @@ def spec_of(options: argparse.Namespace, mode: str, **env: str) -> Spec:
 
 def kv_tokens(options: argparse.Namespace) -> int:
     most = max(options.concurrency) + SLACK_REQUESTS
-    return options.kv_tokens or most * (options.input_len + options.output_len + SLACK_TOKENS)
+    load = most * (options.input_len + options.output_len + SLACK_TOKENS)
+    return options.kv_tokens or load + getattr(options, "lead_len", 0)
 
 
 def vocab_size(options: argparse.Namespace) -> int:
@@ -284,9 +286,11 @@ class ServerProcess:
             self._process.stdin.flush()
         return self._answer()
 
-    def burst(self, prompts: list[list[int]], new_tokens: int) -> list[Timing]:
-        """Send all prompts at once; greedy, exactly `new_tokens` tokens each."""
-        timings = self.order("burst", prompts=prompts, new_tokens=new_tokens)
+    def burst(
+        self, prompts: list[list[int]], new_tokens: int, lead: list[int] | None = None
+    ) -> list[Timing]:
+        """Send all prompts at once, behind the lead; greedy, exactly `new_tokens` tokens each."""
+        timings = self.order("burst", prompts=prompts, new_tokens=new_tokens, lead=lead)
         return [Timing(*timing) for timing in timings]
 
     def generate(
@@ -367,17 +371,23 @@ class Client:
         self,
         prompts: list[list[int]],
         new_tokens: int,
+        lead: list[int] | None = None,
         profile: dict[str, Any] | None = None,
         prefill: bool = False,
     ) -> list[Timing]:
         """All prompts at once; profile if asked, from when all have their first token.
 
         Args:
+            lead: a prompt that is sent ahead, whose prefill keeps the server busy until all others
+                have arrived; they begin when it is done.
             profile: for `start_profile`, with `num_steps`.
             prefill: profile from before they are sent.
         """
 
         async def all_at_once() -> list[Timing]:
+            if lead:
+                ahead = asyncio.create_task(self._timed(lead, 1))
+                await asyncio.sleep(LEAD_S)
             waiting = len(prompts)
             decoding = asyncio.Event()
 
@@ -393,7 +403,9 @@ class Client:
             if profile and not prefill:
                 await decoding.wait()
                 await self.start_profile(profile)
-            return await asyncio.gather(*tasks)
+            timings = await asyncio.gather(*tasks)
+            begin = (await ahead).first if lead else None
+            return [timing._replace(begin=begin or timing.begin) for timing in timings]
 
         return self.loop.run_until_complete(all_at_once())
 

@@ -361,7 +361,7 @@ def test_envelope_of_real_servers(bench_arguments: list[str], tmp_path: Path) ->
         "bench_envelope",
         *bench_arguments,
         *options,
-        *("--repeats", "2", "--at-once", "2", "--through", "serve"),
+        *("--repeats", "2", "--lead-len", "32", "--at-once", "2", "--through", "serve"),
         out=tmp_path / "envelope.json",
     )
     assert result["sglang"] == version("sglang") and result["commit"] == "none"
@@ -399,7 +399,8 @@ def test_ramp_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> No
     printed, result = run(
         "bench_envelope",
         *bench_arguments,
-        *(*options, "--output-len", "16", "--repeats", "0", "--ramps", "1", "--ramp-seconds", "3"),
+        *(*options, "--output-len", "16", "--repeats", "0", "--lead-len", "0"),
+        *("--ramps", "1", "--ramp-seconds", "3"),
         out=tmp_path / "envelope.json",
     )
     assert [row["concurrency"] for row in result["ramp"]] == [1, 2, 4, 2, 1]
