@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bindings.ops import HEAD_DIMS
+from ..kernels.cuda import split_k
 from . import plugin, refusals
 from .adapters.adapter import Adapter
 from .adapters.versions import ADAPTERS, adapter_for
@@ -210,7 +211,9 @@ def _device(setting: Any) -> Line:
         return Line("device", FAIL, text)
     if find_spec("triton") is None:
         return Line("device", FAIL, "the draft step needs Triton on a GPU: pip install triton")
-    return Line("device", OK, f"cuda, --dtype {dtype}, the draft step in Triton")
+    reason = split_k.unavailable(torch.device("cuda"))
+    kernels = f"Triton, without the CUDA matmul ({reason})" if reason else "Triton and CUDA"
+    return Line("device", OK, f"cuda, --dtype {dtype}, the draft step in {kernels}")
 
 
 def _attention(setting: Any) -> Line:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_fallback.kernels.cuda.split_k import MAX_ROWS, can_split, tiles_for
+from fused_fallback.kernels.cuda.split_k import MAX_ROWS, can_split, tiles_for, unavailable
 
 MULTIPROCESSORS = 132  # of an H200
 SHARED_BYTES = 227 * 1024  # that a block may have on compute capability 9.0
@@ -28,3 +28,4 @@ def test_tiles_halve_the_reads_of_x_where_that_costs_no_split() -> None:
 def test_not_on_a_cpu() -> None:
     x, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (4, 128))
     assert not can_split(x, weight)
+    assert "compute capability 9.0" in (unavailable(x.device) or "")

@@ -57,12 +57,19 @@ def tiles_for(rows: int, weight_rows: int, multiprocessors: int) -> Tiles:
     return Tiles(x_rows, groups=2, boxes=1, in_flight=4)
 
 
+def unavailable(device: torch.device) -> str | None:
+    """Why the kernel does not run there; None where it does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "it is written for compute capability 9.0 (H100, H200)"
+    if find_spec("cupy") is None:
+        return "cupy is not installed, pip install cupy-cuda13x"
+    return None
+
+
 @cache
 def _multiprocessors(device: torch.device) -> int:
     """0 where the kernel does not run."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    if find_spec("cupy") is None:
+    if unavailable(device):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
