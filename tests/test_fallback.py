@@ -1,0 +1,49 @@
+"""What the fallback does with a prefill, apart from SGLang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draft_step_cases import Case, make_step
+from fused_fallback.integration import fallback
+from fused_fallback.integration.flags import FallbackArguments
+from fused_fallback.integration.policy import FallbackPolicy
+
+
+@pytest.mark.parametrize("rows_at_once", [16, 25])
+def test_a_long_prefill_is_written_in_parts(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step(Case(dtype=torch.float32), 50)
+    last_rows, requests = torch.tensor([9, 30, 49]), [4, 0, 2]
+
+    def prefill() -> fallback.FusedFallback:
+        pool = fallback.DraftPool(step["k_buffer"].clone(), step["v_buffer"].clone())
+        fused = fallback.FusedFallback(
+            policy=FallbackPolicy(FallbackArguments()),
+            layer=step["layer"],
+            pool=pool,
+            max_requests=6,
+            topk=1,
+        )
+        fused.prefill(
+            aux_hidden_states=step["aux_hidden_states"],
+            token_ids=step["next_token_ids"],
+            positions=step["seq_lens"],
+            out_cache_loc=step["out_cache_loc"],
+            last_rows=last_rows,
+            next_token_ids=step["next_token_ids"][last_rows],
+            req_pool_indices=torch.tensor(requests),
+            requests=requests,
+        )
+        return fused
+
+    whole = prefill()
+    monkeypatch.setattr(fallback, "ROWS_AT_ONCE", rows_at_once)
+    parts = prefill()
+    assert not torch.equal(whole.pool.k_buffer, step["k_buffer"])
+    for name in ("k_buffer", "v_buffer"):
+        torch.testing.assert_close(getattr(parts.pool, name), getattr(whole.pool, name))
+    kept = parts.kept_hidden_states
+    assert torch.equal(kept[requests], step["aux_hidden_states"][last_rows])
+    assert parts.pending([4, 0, 2, 1]) == [True, True, True, False]
