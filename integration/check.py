@@ -178,7 +178,8 @@ def _draft(adapter: type[Adapter], server_args: ServerArgs, setting: Any) -> Lin
     try:
         config = adapter.draft_config(server_args)
     except Exception as error:  # of transformers, huggingface_hub or the file system
-        text = f"--speculative-draft-model-path must have a config.json: {_first_line(error)}"
+        text = "the config.json of --speculative-draft-model-path could not be loaded: "
+        text += f"{type(error).__name__}: {_first_line(error)}"
         return Line("draft", FAIL, text)
     reason = refusals.refuse_draft(config)
     if reason:

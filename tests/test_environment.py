@@ -127,6 +127,7 @@ def test_steps(version: str, tmp_path: Path) -> None:
     assert "--no-deps" in cpu[2] and environments.TORCHVISION in cpu[2]
     assert str(environments.REQUIREMENTS / f"sglang-{version}-cpu.txt") in cpu[1]
     assert f"sglang=={version}" in cuda[1] and "--no-deps" not in cuda[1]
+    assert ("kernels<0.15" in cuda[1]) == (version == "0.5.12.post1")
     for command in (cpu[-1], cuda[-1]):
         assert command[-3:] == ["--no-deps", "-e", str(environments.REPOSITORY)]
 

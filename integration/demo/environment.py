@@ -34,6 +34,9 @@ REQUIREMENTS = HERE / "requirements"
 VERSIONS = ("0.5.23", "0.5.17", "0.5.12.post1")
 TRITON_RELEASES = ("0.5.12.post1",)  # EAGLE on a CPU takes their Triton backend, interpreted
 TORCHVISION = "torchvision==0.28.0"  # the release for torch 2.13
+# Any release of it satisfies SGLang 0.5.12.post1, but its transformers 5.6.0 does not import with
+# kernels 0.17.2; with 0.14.1 it does.
+ON_A_GPU = {"0.5.12.post1": ("kernels<0.15",)}
 STAMP = ".fused-fallback-environment"
 PROGRESS_INTERVAL_S = 5.0
 ERROR_LINES = 15
@@ -206,7 +209,8 @@ def _steps(version: str, device: str, directory: Path) -> list[tuple[str, list[s
     base_python = getattr(sys, "_base_executable", sys.executable)
     steps = [("virtual environment", [base_python, "-I", "-m", "venv", str(directory)])]
     if device == "cuda":
-        steps += [(f"SGLang {version}", [*install, f"sglang=={version}", *tools])]
+        packages = (f"sglang=={version}", *ON_A_GPU.get(version, ()))
+        steps += [(f"SGLang {version}", [*install, *packages, *tools])]
     else:
         # SGLang's pins ask for the CUDA stack, torchvision's for one exact build of torch
         pins = ["-r", str(REQUIREMENTS / f"sglang-{version}-cpu.txt")]
