@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_fallback.kernels.cuda import split_k
 from fused_fallback.kernels.cuda.split_k import MAX_ROWS, can_split, tiles_for, unavailable
 
 MULTIPROCESSORS = 132  # of an H200
@@ -16,13 +17,34 @@ def test_tiles_fit_a_multiprocessor_and_hold_what_is_in_flight(weight_rows: int)
         tiles = tiles_for(rows, weight_rows, MULTIPROCESSORS)
         assert tiles.rows >= rows
         assert tiles.stages >= tiles.in_flight
-        assert tiles.stages * tiles.stage_bytes + 1024 <= SHARED_BYTES
+        assert tiles.shared_bytes <= SHARED_BYTES
         assert tiles.in_flight * 2 * tiles.k * tiles.weight_rows == 64 * 1024
 
 
 def test_tiles_halve_the_reads_of_x_where_that_costs_no_split() -> None:
     assert tiles_for(128, 4096, MULTIPROCESSORS).groups == 1
     assert tiles_for(128, 8192, MULTIPROCESSORS).groups == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_it_compiles_without_spills_for_every_tile(dtype: torch.dtype) -> None:
+    pytest.importorskip("cupy")
+    from fused_fallback.kernels.cuda import driver
+
+    sizes = [(8, 4096), (16, 4096), (32, 4096), (64, 4096), (128, 4096), (128, 8192)]
+    for rows, weight_rows in sizes:
+        macros = tiles_for(rows, weight_rows, MULTIPROCESSORS).macros(dtype)
+        cubin, log = driver.compile_cubin(macros, "--ptxas-options=-v")
+        assert cubin and "0 bytes spill stores" in log
+        assert "serialized" not in log, log  # wgmma that waits for every instruction
+
+
+def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("about machines without a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = split_k.unavailable(torch.device("cuda:7"))
+    assert reason and ("cupy is not installed" in reason or "it does not load, " in reason)
 
 
 def test_not_on_a_cpu() -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import cupy
 import torch
 
+from .split_k import BOX_K
+
 SOURCES = ("primitives.cuh", "wgmma.cuh", "split_k.cu")
-TILE_K = 64
 
 _DEPENDENT = 6  # CUlaunchAttributeID, programmatic stream serialization
 _ELEMENT_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -58,30 +59,49 @@ def _check(status: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with {status}: {(text.value or b'unknown').decode()}")
 
 
+Macros = tuple[tuple[str, int], ...]
+
+
+def _source() -> str:
+    folder = Path(__file__).parent
+    return "\n".join((folder / file).read_text() for file in SOURCES)
+
+
+def _options(macros: Macros) -> tuple[str, ...]:
+    return ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros))
+
+
+def compile_cubin(macros: Macros, *further: str) -> tuple[bytes, str]:
+    """Machine code of the kernels built with these macros, and the compiler's log; needs no GPU.
+
+    Args:
+        further: options of NVRTC's.
+
+    Raises:
+        RuntimeError: they do not compile; the text is the log.
+    """
+    program = cupy.cuda.nvrtc.createProgram(_source(), SOURCES[-1], (), ())
+    try:
+        cupy.cuda.nvrtc.compileProgram(program, (*_options(macros), *further))
+    except cupy.cuda.nvrtc.NVRTCError as error:
+        raise RuntimeError(cupy.cuda.nvrtc.getProgramLog(program)) from error
+    return cupy.cuda.nvrtc.getCUBIN(program), cupy.cuda.nvrtc.getProgramLog(program)
+
+
 @cache
-def load_kernel(
-    name: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int
-) -> Any:
+def load_kernel(name: str, macros: Macros, shared_bytes: int, device: int) -> Any:
     """The kernel `name` built with these macros, from cupy's cache folder if it is there.
 
     `device` is the current device's index: a loaded kernel belongs to one.
     """
-    folder = Path(__file__).parent
-    source = "\n".join((folder / file).read_text() for file in SOURCES)
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{key}={value}" for key, value in defines))
-    version = cupy.cuda.nvrtc.getVersion()
-    key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()
+    built_from = (_source(), _options(macros), cupy.cuda.nvrtc.getVersion())
+    key = hashlib.sha256(repr(built_from).encode()).hexdigest()
     cache = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
     cubin = Path(cache).expanduser() / f"fused_fallback_{key}.cubin"
     if not cubin.exists():
-        program = cupy.cuda.nvrtc.createProgram(source, SOURCES[-1], (), ())
-        try:
-            cupy.cuda.nvrtc.compileProgram(program, options)
-        except cupy.cuda.nvrtc.NVRTCError as error:
-            raise RuntimeError(cupy.cuda.nvrtc.getProgramLog(program)) from error
         cubin.parent.mkdir(parents=True, exist_ok=True)
-        partial = cubin.with_suffix(f".{id(program)}.tmp")
-        partial.write_bytes(cupy.cuda.nvrtc.getCUBIN(program))
+        partial = cubin.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_bytes(compile_cubin(macros)[0])
         partial.rename(cubin)
     kernel = cupy.RawModule(path=str(cubin)).get_function(name)
     if shared_bytes:
@@ -112,7 +132,7 @@ def tensor_map(
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(row_stride * dtype.itemsize),
-        (ctypes.c_uint32 * 2)(TILE_K, box_rows),
+        (ctypes.c_uint32 * 2)(BOX_K, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
         _SWIZZLE_128B,

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -41,6 +42,22 @@ class Tiles:
     def stages(self) -> int:
         return RING_BYTES // self.stage_bytes
 
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + 1024  # barriers
+
+    def macros(self, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+        """What split_k.cu is compiled with."""
+        sizes = {
+            "ROWS": self.rows,
+            "GROUPS": self.groups,
+            "BOXES": self.boxes,
+            "STAGES": self.stages,
+            "IN_FLIGHT": self.in_flight,
+        }
+        half = {"WEIGHTS_ARE_HALF": 1} if dtype == torch.float16 else {}
+        return tuple((sizes | half).items())
+
 
 def tiles_for(rows: int, weight_rows: int, multiprocessors: int) -> Tiles:
     """64 KiB of weights in flight: enough for the bandwidth, and a short queue.
@@ -57,12 +74,24 @@ def tiles_for(rows: int, weight_rows: int, multiprocessors: int) -> Tiles:
     return Tiles(x_rows, groups=2, boxes=1, in_flight=4)
 
 
+def _kernel(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> Any:
+    from . import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return driver.load_kernel("split_k_kernel", tiles.macros(dtype), tiles.shared_bytes, index)
+
+
+@cache
 def unavailable(device: torch.device) -> str | None:
     """Why the kernel does not run there; None where it does."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "it is written for compute capability 9.0 (H100, H200)"
     if find_spec("cupy") is None:
         return "cupy is not installed, pip install cupy-cuda13x"
+    try:
+        _kernel(tiles_for(1, 1, 1), torch.bfloat16, device)
+    except Exception as error:  # cupy, NVRTC and the driver have types of their own
+        return f"it does not load, {type(error).__name__}: {error}"
     return None
 
 
@@ -133,18 +162,8 @@ def split_k(
             *(driver.map_of(run, box_rows, weights=weights) for run in columns)
         )
 
-    defines = {
-        "ROWS": at.rows,
-        "GROUPS": at.groups,
-        "BOXES": at.boxes,
-        "STAGES": at.stages,
-        "IN_FLIGHT": at.in_flight,
-    }
-    if x.dtype == torch.float16:
-        defines["WEIGHTS_ARE_HALF"] = 1
-    shared_bytes = at.stages * at.stage_bytes + 1024  # barriers
     driver.launch(
-        driver.load_kernel("split_k_kernel", tuple(defines.items()), shared_bytes, x.device.index),
+        _kernel(at, x.dtype, x.device),
         _params()(
             weight=maps(weight, at.weight_rows, weights=True),
             x=maps(x, at.rows, weights=False),
@@ -159,7 +178,7 @@ def split_k(
         ),
         grid=tiles * splits,
         block=128 * at.groups + 64,
-        shared_bytes=shared_bytes,
+        shared_bytes=at.shared_bytes,
         dependent=early,
     )
     return partials
