@@ -30,6 +30,7 @@ from ..integration.demo.checkout import commit
 from ..kernels import draft_step, matmul, reference
 from ..kernels.cuda import split_k
 from ..kernels.cuda.split_k import Tiles
+from ..kernels.draft_layer import DraftLayer
 from ..kernels.float8 import quantize_layer
 from ..kernels.triton import hidden_norm, prepare, store
 from .draft_step_peers import (
@@ -52,6 +53,12 @@ LARGEST_DECODE = 512
 PEERS = ("fused", "triton", "fp8", "cublas", "torch", "compile", "flashinfer", "full_layer")
 CUTS = ((1, 4, 2), (1, 4, 3), (1, 2, 4), (1, 2, 6), (2, 1, 4), (2, 1, 6), (2, 2, 2))
 """groups, boxes and in_flight of `Tiles`: what --variants measures beside the default."""
+
+
+def rotated_layers(shape: Shape) -> list[DraftLayer]:
+    """Copies of a random layer, each of which the others drive out of L2."""
+    copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
+    return [random_layer(shape) for _ in range(copies)]
 
 
 def makers(
@@ -91,8 +98,7 @@ def rotations(
 def measure(name: str, rows_list: list[int], peers: list[str]) -> Iterator[dict[str, Any]]:
     """The results' rows for one shape, printed as they come."""
     shape = SHAPES[name]
-    copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
-    layers = [random_layer(shape) for _ in range(copies)]
+    layers = rotated_layers(shape)
     quantized = {id(layer): quantize_layer(layer) for layer in layers if "fp8" in peers}
     for rows in rows_list:
         prefill = rows > LARGEST_DECODE
@@ -188,8 +194,7 @@ def variants(rows: int) -> dict[str, list[Change]]:
 def measure_variants(name: str, rows: int) -> dict[str, Any]:
     """The step as it is and with one thing different, and its matmuls by cuBLAS."""
     shape = SHAPES[name]
-    copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
-    steps = [random_step(random_layer(shape), rows) for _ in range(copies)]
+    steps = [random_step(layer, rows) for layer in rotated_layers(shape)]
 
     def work(step: dict[str, Any], changes: list[Change]) -> Work:
         def run() -> None:

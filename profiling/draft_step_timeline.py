@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ..integration.demo.checkout import commit
-from .bench_draft_step import ROTATED_BYTES, write_record
-from .draft_step_peers import SHAPES, matmuls, random_layer, random_step, write
+from .bench_draft_step import rotated_layers, write_record
+from .draft_step_peers import SHAPES, matmuls, random_step, write
 from .timing import Work, capture
+from .trace_serving import Kernel, read
 
 REPLAYS, ROUNDS = 4, 3
 
 
-def kernels_of(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
-    """torch.profiler's record of every kernel of a few replays, in order of their start."""
+def kernels_of(graph: torch.cuda.CUDAGraph) -> list[Kernel]:
+    """Every kernel of a few replays, in order of their start."""
     graph.replay()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -40,11 +40,9 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
             graph.replay()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+        path = Path(folder) / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    return sorted(kernels, key=lambda event: event["ts"])
+        return read(path)
 
 
 def timeline(works: list[Work]) -> list[dict[str, Any]]:
@@ -55,12 +53,12 @@ def timeline(works: list[Work]) -> list[dict[str, Any]]:
     steps = [kernels[i : i + count] for i in range(first, len(kernels), count)]
     lines = []
     for place in zip(*steps, strict=True):
-        begins = [event["ts"] - step[0]["ts"] for event, step in zip(place, steps, strict=True)]
-        ends = [begin + event["dur"] for begin, event in zip(begins, place, strict=True)]
-        name = max((event["name"] for event in place), key=[e["name"] for e in place].count)
+        zeros = [step[0].start for step in steps]
+        begins = [kernel.start - zero for kernel, zero in zip(place, zeros, strict=True)]
+        ends = [kernel.end - zero for kernel, zero in zip(place, zeros, strict=True)]
         lines.append(
             {
-                "kernel": name.split("(")[0][:60],
+                "kernel": mode(kernel.name for kernel in place),
                 "start_us": round(median(begins), 1),
                 "end_us": round(median(ends), 1),
             }
@@ -70,8 +68,7 @@ def timeline(works: list[Work]) -> list[dict[str, Any]]:
 
 def measure(name: str, rows: int) -> dict[str, Any]:
     shape = SHAPES[name]
-    copies = max(2, round(ROTATED_BYTES / shape.weight_bytes()))
-    steps = [random_step(random_layer(shape), rows) for _ in range(copies)]
+    steps = [random_step(layer, rows) for layer in rotated_layers(shape)]
     kinds: dict[str, Callable[[dict[str, Any]], Work]] = {
         "fused": lambda step: lambda: write(step),
         "cublas": matmuls,

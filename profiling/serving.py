@@ -171,13 +171,14 @@ def add_options(parser: argparse.ArgumentParser, *, concurrency: list[int]) -> N
     add("--kv-tokens", type=int, help="size of each KV pool (default: what the load needs)")
     add("--server-args", type=json.loads, default={}, metavar="JSON", help="further ServerArgs")
     add("--commit", help="recorded; default: the repository's HEAD")
+    parser.set_defaults(lead_len=0)  # the benches that send a request ahead have an option for it
 
 
 def spec_of(options: argparse.Namespace, mode: str, **env: str) -> Spec:
     """A server whose KV pool holds the largest load, and whose graphs cover it."""
     from ..integration.adapters.versions import adapter_for
 
-    most = max(options.concurrency) + SLACK_REQUESTS
+    most = most_requests(options)
     flag = adapter_for().graph_runner.flag
     arguments = {
         "load_format": options.load_format,
@@ -200,10 +201,13 @@ def spec_of(options: argparse.Namespace, mode: str, **env: str) -> Spec:
     )
 
 
+def most_requests(options: argparse.Namespace) -> int:
+    return max(options.concurrency) + SLACK_REQUESTS
+
+
 def kv_tokens(options: argparse.Namespace) -> int:
-    most = max(options.concurrency) + SLACK_REQUESTS
-    load = most * (options.input_len + options.output_len + SLACK_TOKENS)
-    return options.kv_tokens or load + getattr(options, "lead_len", 0)
+    a_request = options.input_len + options.output_len + SLACK_TOKENS
+    return options.kv_tokens or most_requests(options) * a_request + options.lead_len
 
 
 def vocab_size(options: argparse.Namespace) -> int:

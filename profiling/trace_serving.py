@@ -338,7 +338,8 @@ def traced(folder: Path, split: Callable[[Sequence[Kernel]], list[Step]]) -> lis
     (path,) = folder.rglob("*.trace.json.gz")
     found = split(read(path))
     if not found:
-        raise SystemExit(f"{path} holds no {split.__name__} before a decode graph: is there a GPU?")
+        what = "prefill before a decode step" if split is prefill else "whole decode step"
+        raise SystemExit(f"{path} holds no {what} in a CUDA graph: is there a GPU?")
     return found
 
 

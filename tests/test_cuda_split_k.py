@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_fallback.kernels.cuda import split_k
 from fused_fallback.kernels.cuda.split_k import MAX_ROWS, can_split, tiles_for, unavailable
 
 MULTIPROCESSORS = 132  # of an H200
@@ -43,7 +42,7 @@ def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("about machines without a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    reason = split_k.unavailable(torch.device("cuda:7"))
+    reason = unavailable(torch.device("cuda:7"))
     assert reason and ("cupy is not installed" in reason or "it does not load, " in reason)
 
 

@@ -62,6 +62,7 @@ def _check(status: int, call: str) -> None:
 Macros = tuple[tuple[str, int], ...]
 
 
+@cache
 def _source() -> str:
     folder = Path(__file__).parent
     return "\n".join((folder / file).read_text() for file in SOURCES)
@@ -104,8 +105,7 @@ def load_kernel(name: str, macros: Macros, shared_bytes: int, device: int) -> An
         partial.write_bytes(compile_cubin(macros)[0])
         partial.rename(cubin)
     kernel = cupy.RawModule(path=str(cubin)).get_function(name)
-    if shared_bytes:
-        kernel.max_dynamic_shared_size_bytes = shared_bytes
+    kernel.max_dynamic_shared_size_bytes = shared_bytes
     return kernel
 
 
@@ -157,7 +157,7 @@ def launch(
     *,
     grid: int,
     block: int,
-    shared_bytes: int = 0,
+    shared_bytes: int,
     dependent: bool = False,
 ) -> None:
     """Launch on torch's current stream with one parameter passed by value.

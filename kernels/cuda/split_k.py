@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ..splits import num_splits
+
 MAX_ROWS = 128  # above, the library's matmuls are faster
-MAX_SPLITS = 32  # arbitrary; the sums are read back this many times
 BOX_K = 64
 RING_BYTES = 225 * 1024  # of the 227 KiB that a block may have
 DTYPES = (torch.bfloat16, torch.float16)
@@ -153,7 +154,7 @@ def split_k(
     multiprocessors = _multiprocessors(x.device)
     at = tiles_for(rows, n, multiprocessors)
     tiles, steps = -(-n // at.weight_rows), -(-k // at.k)
-    splits = max(1, min(multiprocessors // tiles, steps, MAX_SPLITS))
+    splits = num_splits(weight_tiles=tiles, steps=steps, multiprocessors=multiprocessors)
     partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
 
     def maps(matrix: torch.Tensor, box_rows: int, *, weights: bool) -> ctypes.Array:

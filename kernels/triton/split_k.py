@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..splits import num_splits
 from .dependent_launch import has_dependent_launch, start_next, wait_for_previous
 
-MAX_SPLITS = 32  # arbitrary; the sums are read back this many times
 INTERPRETED_MULTIPROCESSORS = 8  # arbitrary
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # interpreted: float32 alone
 
@@ -28,7 +28,6 @@ class Tiles:
     Args:
         rows: batch rows of a tile, a power of two from 16.
         weight_rows, k: the tile of weights that is on its way in one of `num_stages` buffers.
-        blocks: of a multiprocessor, which decides into how many shares K is split.
     """
 
     rows: int
@@ -36,18 +35,16 @@ class Tiles:
     k: int
     num_warps: int
     num_stages: int
-    blocks: int
 
 
 def tiles_for(rows: int) -> Tiles:
     """Tiles that keep 120 KiB or more of weights in flight and read a batch row few times.
 
-    The best for 8B and 70B drafts together on an H200, of those that
-    `profiling/bench_draft_step.py --variants` measures.
+    The best of those tried for 8B and 70B drafts together on an H200.
     """
     if rows <= 16:
-        return Tiles(16, weight_rows=64, k=256, num_warps=4, num_stages=4, blocks=1)
-    return Tiles(64, weight_rows=128, k=128, num_warps=8, num_stages=4, blocks=1)
+        return Tiles(16, weight_rows=64, k=256, num_warps=4, num_stages=4)
+    return Tiles(64, weight_rows=128, k=128, num_warps=8, num_stages=4)
 
 
 @cache
@@ -55,13 +52,6 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def num_splits(*, weight_rows: int, k: int, tiles: Tiles, multiprocessors: int) -> int:
-    """Shares of K: as many blocks as run at once, and no share without a step."""
-    tiles_of_weights = triton.cdiv(weight_rows, tiles.weight_rows)
-    splits = multiprocessors * tiles.blocks // tiles_of_weights
-    return max(1, min(splits, MAX_SPLITS, triton.cdiv(k, tiles.k)))
 
 
 @triton.jit
@@ -173,10 +163,15 @@ def split_k(
     rows, (n, width) = x.shape[0], weight.shape
     k = width // 2 if second_half_is_late else width
     tiles = tiles_for(rows)
-    splits = num_splits(weight_rows=n, k=k, tiles=tiles, multiprocessors=_multiprocessors(x.device))
+    weight_tiles = triton.cdiv(n, tiles.weight_rows)
+    splits = num_splits(
+        weight_tiles=weight_tiles,
+        steps=triton.cdiv(k, tiles.k),
+        multiprocessors=_multiprocessors(x.device),
+    )
     partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
     dependent = has_dependent_launch(x.device)
-    split_k_kernel[(triton.cdiv(n, tiles.weight_rows), splits)](
+    split_k_kernel[(weight_tiles, splits)](
         x,
         weight,
         partials,
