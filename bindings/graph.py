@@ -1,8 +1,11 @@
 """CUDA graphs of the fused draft step: static buffers, one graph a batch size, padding by slot -1.
 
-A replay copies its batch into the static buffers on the current stream and runs the graph on a
-stream of its own, beside the small kernels that prepare the target's next step. Whoever reads or
-writes the draft's KV or the kept hidden states next calls `join` first.
+A step is staged once its tokens are known and written later. Best beside the target's next decode
+step, as a branch of that step's graph (`beside`): there it costs a fraction of what it takes alone,
+since a decode step leaves bandwidth unused, and a stream of its own would slow down every small
+kernel between two steps of the target (`profiling/results/off_step_h200.json`). Where something
+else comes first, alone, from a graph of its own: whoever reads or writes the draft's KV or the kept
+hidden states calls `write`.
 
 There is no graph on the CPU: the caller runs `ops.fused_draft_step` eagerly there, and also for a
 batch larger than the largest captured size.
@@ -10,8 +13,9 @@ batch larger than the largest captured size.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,14 +25,14 @@ from . import ops
 
 
 class DraftStepGraphRunner:
-    """Captures `fused_draft_step` for given batch sizes and replays any batch that fits.
+    """Captures `fused_draft_step` for given batch sizes and writes any batch that fits.
 
     The sizes are captured from the largest down in one memory pool, as SGLang does. A batch of n
-    rows replays the next size up; rows from n on get slot -1 and write nothing. `replay` neither
-    allocates nor synchronises with the host.
+    rows takes the next size up; rows from n on get slot -1 and write nothing. Nothing here
+    allocates or synchronises with the host once it is captured.
 
     Attributes:
-        bonus_tokens: [largest size] int32, of the last step, after `join`.
+        bonus_tokens: [largest size] int32, of the last step written.
         new_seq_lens: [largest size] in `seq_lens_dtype`, likewise.
         memory_bytes: device memory that the static buffers and the graphs took.
     """
@@ -54,7 +58,7 @@ class DraftStepGraphRunner:
             batch_sizes: sizes to capture; any order, duplicates are dropped.
             kept_hidden_states, k_buffer, v_buffer: what the step writes, at fixed addresses.
             k_scale, v_scale: as in `ops.write_draft_kv`.
-            with_input_embeds: whether `replay` is given embeddings ([rows, H]).
+            with_input_embeds: whether `stage` is given embeddings ([rows, H]).
             seq_lens_dtype: of the new lengths; int64 or int32.
             backend: as in `ops.fused_draft_step`.
 
@@ -82,7 +86,7 @@ class DraftStepGraphRunner:
         self._slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.bonus_tokens = zeros((rows,), torch.int32)
         self.new_seq_lens = zeros((rows,), seq_lens_dtype)
-        self._step = {
+        self._options = {
             "layer": layer,
             "kept_hidden_states": kept_hidden_states,
             "k_buffer": k_buffer,
@@ -91,21 +95,20 @@ class DraftStepGraphRunner:
             "v_scale": v_scale,
             "backend": backend,
         }
-        # Streams of another priority come from another pool than SGLang's, all of the default one:
-        # on a stream that is also the target's, both graphs would hold the same cuBLAS workspace.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._done = torch.cuda.Event()
+        self._stream = torch.cuda.Stream(device)
+        self._waiting = 0  # rows that are staged and not written
+        self._padded = 0  # rows whose slots may be other than -1
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.batch_sizes):
             self._graphs[size] = self._capture(size, pool)
         self.memory_bytes = max(0, free_before - _free_bytes(device))
 
-    def can_replay(self, num_rows: int) -> bool:
+    def fits(self, num_rows: int) -> bool:
         """Whether a batch of that many rows fits the largest captured size."""
         return num_rows <= self.batch_sizes[-1]
 
-    def replay(
+    def stage(
         self,
         *,
         aux_hidden_states: torch.Tensor,
@@ -115,24 +118,25 @@ class DraftStepGraphRunner:
         out_cache_loc: torch.Tensor,
         input_embeds: torch.Tensor | None = None,
     ) -> None:
-        """Run the step. Arguments are those of `ops.fused_draft_step`, the aux states packed.
+        """Take a step, which is written later; the one before it, if that still waits, is now.
 
-        What follows on the current stream may overwrite them.
+        Arguments are those of `ops.fused_draft_step`, the aux states packed. What follows on the
+        current stream may overwrite them.
 
         Raises:
             ValueError: more rows than the largest captured size, or embeddings where the runner
                 was built without them, or none where with.
         """
         n = next_token_ids.shape[0]
-        if not self.can_replay(n):
+        if not self.fits(n):
             raise ValueError(f"{n} rows exceed the largest captured size {self.batch_sizes[-1]}")
         if (input_embeds is None) != (self._embeds is None):
             raise ValueError(
                 f"the runner was built with{'out' if self._embeds is None else ''} input_embeds, "
                 f"got {'none' if input_embeds is None else 'some'}"
             )
-        size = self.batch_sizes[bisect_left(self.batch_sizes, n)]
-        self.join()  # the last step may still read the buffers
+        self.write()
+        size = self._size(n)
         stage(
             size=size,
             given=(aux_hidden_states, next_token_ids, seq_lens, req_pool_indices, out_cache_loc),
@@ -140,36 +144,63 @@ class DraftStepGraphRunner:
         )
         if self._embeds is not None:
             self._embeds[:n].copy_(input_embeds)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._graphs[size].replay()
-            self._done.record()
+        self._waiting, self._padded = n, size
 
-    def join(self) -> None:
-        """Make the current stream wait for the last step; the host does not wait."""
-        self._done.wait()
+    def write(self) -> None:
+        """Write the step that waits, if one does, before what follows on the current stream."""
+        if self._waiting:
+            self._graphs[self._size(self._waiting)].replay()
+            self._waiting = 0
+
+    @contextlib.contextmanager
+    def beside(self, size: int) -> Iterator[None]:
+        """Write the first `size` staged rows beside what the block launches on the current stream.
+
+        For the capture of a graph of which every replay follows a call of `before_replay`.
+        """
+        main = torch.cuda.current_stream()
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            self._step(size)
+        yield
+        main.wait_stream(self._stream)
+
+    def before_replay(self, size: int) -> None:
+        """Leave the step that waits, if its rows fit, to a graph captured in `beside(size)`.
+
+        Rows that were written before are not written again: their slots may be others' by now.
+        """
+        if not self._waiting <= size <= self._padded:
+            self.write()
+        if self._padded and not self._waiting:
+            self._slots.fill_(-1)
+            self._padded = 0
+        self._waiting = 0
+
+    def _size(self, num_rows: int) -> int:
+        return self.batch_sizes[bisect_left(self.batch_sizes, num_rows)]
+
+    def _step(self, size: int) -> None:
+        ops.fused_draft_step(
+            aux_hidden_states=self._aux[:size],
+            next_token_ids=self._tokens[:size],
+            seq_lens=self._seq_lens[:size],
+            req_pool_indices=self._requests[:size],
+            out_cache_loc=self._slots[:size],
+            bonus_tokens=self.bonus_tokens[:size],
+            new_seq_lens=self.new_seq_lens[:size],
+            input_embeds=None if self._embeds is None else self._embeds[:size],
+            **self._options,
+        )
 
     def _capture(self, size: int, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
-        def step() -> None:
-            ops.fused_draft_step(
-                aux_hidden_states=self._aux[:size],
-                next_token_ids=self._tokens[:size],
-                seq_lens=self._seq_lens[:size],
-                req_pool_indices=self._requests[:size],
-                out_cache_loc=self._slots[:size],
-                bonus_tokens=self.bonus_tokens[:size],
-                new_seq_lens=self.new_seq_lens[:size],
-                input_embeds=None if self._embeds is None else self._embeds[:size],
-                **self._step,
-            )
-
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # every slot is -1: the warm-up writes nothing
-            step()
+            self._step(size)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-            step()
+            self._step(size)
         return graph
 
 

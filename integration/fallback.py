@@ -161,10 +161,10 @@ class FusedFallback:
             "out_cache_loc": out_cache_loc,
             "input_embeds": input_embeds,
         }
-        if self.graphs is not None and self.graphs.can_replay(len(requests)):
-            self.graphs.replay(**rows)
+        if self.graphs is not None and self.graphs.fits(len(requests)):
+            self.graphs.stage(**rows)
         else:
-            self.join()
+            self.write()
             fused_draft_step(
                 layer=self.layer,
                 kept_hidden_states=self.kept_hidden_states,
@@ -176,10 +176,10 @@ class FusedFallback:
         self.statistics.steps_off += 1
         return self._pending_input(next_token_ids, requests)
 
-    def join(self) -> None:
-        """Order what follows on this stream behind the last draft step: it uses the draft's KV."""
+    def write(self) -> None:
+        """Write the last draft step if it waits, before what follows on the current stream."""
         if self.graphs is not None:
-            self.graphs.join()
+            self.graphs.write()
 
     @torch.no_grad()
     def prefill(

@@ -3,9 +3,9 @@
     python -m fused_fallback.profiling.trace_serving --model-path TARGET --draft-model-path DRAFT
         [--modes nospec off] [--concurrency 64] [--steps 12] [--prefill] [--load-format dummy ...]
 
-Starts `sglang serve` once for each mode, lets `--concurrency` requests decode, and has SGLang
-trace some steps by torch's profiler. Writes `profiling/results/trace_<device>_<sglang>.json`, or
-`trace_prefill_...`, and `.txt` beside it:
+Starts `sglang serve` for each mode, all at once, lets `--concurrency` requests decode, and has
+SGLang trace some steps by torch's profiler. Writes `profiling/results/trace_<device>_<sglang>.json`
+or `trace_prefill_...`, and `.txt` beside it:
 
 - GPU time of a step in each mode: the target's graph, other kernels, idle;
 - every kernel whose number or time differs between the first mode and another;
@@ -294,18 +294,13 @@ def text(found: dict[str, list[Step]]) -> str:
 # ---- tracing
 
 
-def trace(options: argparse.Namespace, mode: str, folder: Path) -> None:
-    """Start a server, trace it while it decodes into `folder`/`mode`, and stop it.
+def trace(options: argparse.Namespace, server: ServerProcess, folder: Path) -> None:
+    """Have a server trace into `folder` while it decodes, or from its prefill on.
 
     Raises:
         RuntimeError: the server ended.
     """
     (concurrency,) = options.concurrency
-    server = ServerProcess(
-        spec_of(options, mode, FUSED_FALLBACK_PROFILE="nvtx"), folder / f"{mode}.log"
-    )
-    server.wait_until_ready()
-    print(f"{mode} is up after {server.start_s:.0f} s, log {server.log}", flush=True)
     ids = [
         prompt_sets.random_ids(
             concurrency, options.input_len, vocab_size=vocab_size(options), seed=seed
@@ -319,14 +314,13 @@ def trace(options: argparse.Namespace, mode: str, folder: Path) -> None:
         new_tokens=options.output_len,
         prefill=options.prefill,
         profile={
-            "output_dir": str(folder / mode),
+            "output_dir": str(folder),
             "num_steps": options.steps,
             "activities": ["CUDA_PROFILER"] if options.nsys else ["CPU", "GPU"],
             "with_stack": False,
             "record_shapes": False,
         },
     )
-    server.stop()
 
 
 def traced(folder: Path, split: Callable[[Sequence[Kernel]], list[Step]]) -> list[Step]:
@@ -351,8 +345,16 @@ def main() -> None:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="trace_"))
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Step]] = {}
-    for mode in options.modes:
-        trace(options, mode, folder)
+    servers = [  # all start at once
+        ServerProcess(spec_of(options, mode, FUSED_FALLBACK_PROFILE="nvtx"), folder / f"{mode}.log")
+        for mode in options.modes
+    ]
+    for mode, server in zip(options.modes, servers, strict=True):
+        server.wait_until_ready()
+        print(f"{mode} is up after {server.start_s:.0f} s, log {server.log}", flush=True)
+    for mode, server in zip(options.modes, servers, strict=True):
+        trace(options, server, folder / mode)
+        server.stop()
         if options.nsys:
             continue
         found[mode] = traced(folder / mode, prefill if options.prefill else steps)

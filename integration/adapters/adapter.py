@@ -120,7 +120,7 @@ class Adapter(ABC):
         ):
             if self.fallback.update(len(batch.reqs)):
                 return self._decode_off(batch, *args, **kwargs)
-            self.fallback.join()
+            self.fallback.write()
             self._catch_up(batch)
             self.fallback.statistics.steps_on += 1
         return forward(self.worker, batch, *args, **kwargs)
@@ -153,7 +153,7 @@ class Adapter(ABC):
         return self._draft_input(draft_input)
 
     def _fuses_prefill(self, batch: Batch, mm_input_embeds: torch.Tensor | None) -> bool:
-        self.fallback.join()
+        self.fallback.write()
         if self.fallback.off and mm_input_embeds is None and not batch.forward_mode.is_idle():
             return True
         self.fallback.settle(self._requests(batch))

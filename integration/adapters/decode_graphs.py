@@ -1,12 +1,16 @@
-"""CUDA graphs of the target's plain decode with its aux hidden states, beside the verify graphs."""
+"""CUDA graphs of the target's plain decode with its aux hidden states, beside the verify graphs.
+
+Each also writes the draft step before it, on a branch of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from pkgutil import resolve_name
 from typing import Any
 
@@ -24,22 +28,34 @@ class RunnerNames:
     Args:
         attribute: the model runner's attribute that holds it.
         target: the dotted path of its class.
+        capture, size: the method that captures a size, and its first parameter; the second is the
+            model's forward.
+        load: the method that prepares a replay, after which `bs` is the size.
         flag: the server flag for its largest batch.
     """
 
     attribute: str
     target: str
+    capture: str
+    size: str
+    load: str
     flag: str
 
 
 DECODE_RUNNER = RunnerNames(
     attribute="decode_cuda_graph_runner",
     target="sglang.srt.model_executor.runner.DecodeCudaGraphRunner",
+    capture="capture_one_shape",
+    size="size",
+    load="load_batch",
     flag="--cuda-graph-max-bs-decode",
 )
 CUDA_RUNNER = RunnerNames(  # 0.5.12.post1
     attribute="graph_runner",
     target="sglang.srt.model_executor.cuda_graph_runner.CudaGraphRunner",
+    capture="capture_one_batch_size",
+    size="bs",
+    load="replay_prepare",
     flag="--cuda-graph-max-bs",
 )
 
@@ -59,7 +75,9 @@ def _symbols(names: RunnerNames) -> tuple[Symbol, ...]:
             "attn_backend speculative_num_steps speculative_num_draft_tokens",
         ),
         Call(f"{names.target}.get_spec_info", "num_tokens"),
-        Attributes(names.target, "capture_bs capture_hidden_mode"),
+        Call(f"{names.target}.{names.capture}", f"{names.size} forward"),
+        Call(f"{names.target}.{names.load}", "forward_batch"),
+        Attributes(names.target, "capture_bs capture_hidden_mode bs"),
         Attributes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm", "NONE"),
         Call("sglang.srt.utils.get_available_gpu_memory", "device gpu_id"),
     )
@@ -118,15 +136,7 @@ def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> D
 
     began, free = time.monotonic(), free_gb()
     try:
-        runner, attn_backend = _capture_plain_decode(model_runner, names)
-        decode_gb = free - free_gb()
-        fallback.graphs = DraftStepGraphRunner(
-            layer=fallback.layer,
-            batch_sizes=runner.capture_bs,
-            kept_hidden_states=fallback.kept_hidden_states,
-            with_input_embeds=fallback.layer.embed_tokens is None,
-            **fallback.pool.as_kwargs(),
-        )
+        runner, attn_backend = _capture_plain_decode(model_runner, fallback, names)
     except Exception as error:  # out of memory comes as several types, SGLang's own among them
         logger.warning("fused fallback: off mode runs eagerly, its capture failed: %s", error)
         fallback.graphs = None
@@ -144,22 +154,51 @@ def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> D
         runner=runner,
         attn_backend=attn_backend,
         summary=(
-            f"{len(runner.capture_bs)} graphs up to {largest} requests, plain decode "
-            f"{decode_gb:.2f} GB, draft step {fallback.graphs.memory_bytes / 1e9:.2f} GB, "
-            f"{time.monotonic() - began:.1f} s"
+            f"{len(runner.capture_bs)} graphs up to {largest} requests, {free - free_gb():.2f} GB "
+            f"with the draft step's, {time.monotonic() - began:.1f} s"
         ),
         attribute=names.attribute,
     )
 
 
-def _capture_plain_decode(model_runner: Any, names: RunnerNames) -> tuple[Any, Any]:
+def _capture_plain_decode(
+    model_runner: Any, fallback: FusedFallback, names: RunnerNames
+) -> tuple[Any, Any]:
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    class PlainDecodeGraphRunner(resolve_name(names.target)):
-        def get_spec_info(self, num_tokens: int) -> None:
-            self.capture_hidden_mode = CaptureHiddenMode.FULL
+    base = resolve_name(names.target)
 
+    def get_spec_info(self: Any, num_tokens: int) -> None:
+        self.capture_hidden_mode = CaptureHiddenMode.FULL
+
+    def capture(self: Any, size: int, forward: Callable[..., Any], *args: Any) -> Any:
+        if fallback.graphs is None:
+            fallback.graphs = DraftStepGraphRunner(
+                layer=fallback.layer,
+                batch_sizes=self.capture_bs,
+                kept_hidden_states=fallback.kept_hidden_states,
+                with_input_embeds=fallback.layer.embed_tokens is None,
+                **fallback.pool.as_kwargs(),
+            )
+
+        @wraps(forward)
+        def beside_draft_step(*args: Any, **kwargs: Any) -> Any:
+            with fallback.graphs.beside(size):
+                return forward(*args, **kwargs)
+
+        return getattr(base, names.capture)(self, size, beside_draft_step, *args)
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = getattr(base, names.load)(self, *args, **kwargs)
+        fallback.graphs.before_replay(self.bs)
+        return loaded
+
+    runner_class = type(
+        "PlainDecodeGraphRunner",
+        (base,),
+        {"get_spec_info": get_spec_info, names.capture: capture, names.load: load},
+    )
     with swapped(model_runner, init_new_workspace=model_runner.init_new_workspace):
         attn_backend = model_runner._get_attention_backend(init_new_workspace=True)
     with swapped(
@@ -168,7 +207,7 @@ def _capture_plain_decode(model_runner: Any, names: RunnerNames) -> tuple[Any, A
         attn_backend=attn_backend,
         **{names.attribute: None},
     ):
-        runner = PlainDecodeGraphRunner(
+        runner = runner_class(
             model_runner,
             attn_backend=attn_backend,
             speculative_num_steps=0,
