@@ -1,11 +1,9 @@
 """CUDA graphs of the fused draft step: static buffers, one graph a batch size, padding by slot -1.
 
-A step is staged once its tokens are known and written later. Best beside the target's next decode
-step, as a branch of that step's graph (`beside`): there it costs a fraction of what it takes alone,
-since a decode step leaves bandwidth unused, and a stream of its own would slow down every small
-kernel between two steps of the target (`profiling/results/off_step_h200.json`). Where something
-else comes first, alone, from a graph of its own: whoever reads or writes the draft's KV or the kept
-hidden states calls `write`.
+A step is staged once its tokens are known. A small one runs at once, on a stream of its own, beside
+the small kernels that prepare the target's next step. A large one waits and runs as a branch of the
+target's next graph (`beside`); where something else comes first, it runs alone. Whoever reads or
+writes the draft's KV or the kept hidden states calls `write` first.
 
 There is no graph on the CPU: the caller runs `ops.fused_draft_step` eagerly there, and also for a
 batch larger than the largest captured size.
@@ -22,6 +20,10 @@ import torch
 from ..kernels.draft_layer import DraftLayer
 from ..kernels.triton.off_step import stage
 from . import ops
+
+# Rows from which a step runs beside the target's. On an H200 a branch makes the target's graphs of
+# fewer rows, short kernels in a straight line, slower than it saves.
+BESIDE_FROM = 64
 
 
 class DraftStepGraphRunner:
@@ -50,6 +52,7 @@ class DraftStepGraphRunner:
         with_input_embeds: bool = False,
         seq_lens_dtype: torch.dtype = torch.int64,
         backend: str = "auto",
+        beside_from: int = BESIDE_FROM,
     ) -> None:
         """Allocate the static buffers and capture every size.
 
@@ -61,6 +64,7 @@ class DraftStepGraphRunner:
             with_input_embeds: whether `stage` is given embeddings ([rows, H]).
             seq_lens_dtype: of the new lengths; int64 or int32.
             backend: as in `ops.fused_draft_step`.
+            beside_from: the size from which a step waits for a graph captured in `beside`.
 
         Raises:
             ValueError: not on a GPU, no sizes, or the op does not take these tensors.
@@ -71,6 +75,7 @@ class DraftStepGraphRunner:
         self.batch_sizes = sorted(set(batch_sizes))
         if not self.batch_sizes or self.batch_sizes[0] < 1:
             raise ValueError(f"batch_sizes must be positive and not empty, got {batch_sizes}")
+        self._beside_from = beside_from
         free_before = _free_bytes(device)
         rows, dtype = self.batch_sizes[-1], layer.dtype
         num_aux, width = layer.num_aux_hidden_states, layer.target_hidden_size
@@ -95,8 +100,13 @@ class DraftStepGraphRunner:
             "v_scale": v_scale,
             "backend": backend,
         }
-        self._stream = torch.cuda.Stream(device)
-        self._waiting = 0  # rows that are staged and not written
+        # Streams of another priority come from another pool than SGLang's, all of the default one:
+        # on a stream that is also the target's, both graphs would hold the same cuBLAS workspace.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._staged, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._given: tuple[torch.Tensor | None, ...] = ()  # what is staged on `_stream`
+        self._running = False  # whether a step may still run there
+        self._waiting = 0  # rows that are staged and wait to be written
         self._padded = 0  # rows whose slots may be other than -1
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
@@ -118,10 +128,11 @@ class DraftStepGraphRunner:
         out_cache_loc: torch.Tensor,
         input_embeds: torch.Tensor | None = None,
     ) -> None:
-        """Take a step, which is written later; the one before it, if that still waits, is now.
+        """Take a step, to be written at once on another stream or later.
 
-        Arguments are those of `ops.fused_draft_step`, the aux states packed. What follows on the
-        current stream may overwrite them.
+        Arguments are those of `ops.fused_draft_step`, the aux states packed. The aux states stay as
+        they are until `before_replay` or `write`; whatever else is given may be overwritten, and
+        freed, by what follows on the current stream after one of these.
 
         Raises:
             ValueError: more rows than the largest captured size, or embeddings where the runner
@@ -135,19 +146,36 @@ class DraftStepGraphRunner:
                 f"the runner was built with{'out' if self._embeds is None else ''} input_embeds, "
                 f"got {'none' if input_embeds is None else 'some'}"
             )
-        self.write()
-        size = self._size(n)
-        stage(
-            size=size,
-            given=(aux_hidden_states, next_token_ids, seq_lens, req_pool_indices, out_cache_loc),
-            staged=(self._aux, self._tokens, self._seq_lens, self._requests, self._slots),
-        )
-        if self._embeds is not None:
-            self._embeds[:n].copy_(input_embeds)
-        self._waiting, self._padded = n, size
+        self._release()
+        given = (aux_hidden_states, next_token_ids, seq_lens, req_pool_indices, out_cache_loc)
+        staged = (self._aux, self._tokens, self._seq_lens, self._requests, self._slots)
+        size = self._padded = self._size(n)
+
+        def stage_here() -> None:
+            stage(size=size, given=given, staged=staged)
+            if self._embeds is not None:
+                self._embeds[:n].copy_(input_embeds)
+
+        if size >= self._beside_from:
+            self.write()
+            stage_here()
+            self._waiting = n
+            return
+        if self._waiting:
+            self.write()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            stage_here()
+            self._staged.record()
+            self._graphs[size].replay()
+            self._done.record()
+        self._given, self._running = (*given, input_embeds), True
 
     def write(self) -> None:
-        """Write the step that waits, if one does, before what follows on the current stream."""
+        """See that the last step is written before what follows on the current stream."""
+        if self._running:
+            self._done.wait()
+            self._given, self._running = (), False
         if self._waiting:
             self._graphs[self._size(self._waiting)].replay()
             self._waiting = 0
@@ -156,26 +184,41 @@ class DraftStepGraphRunner:
     def beside(self, size: int) -> Iterator[None]:
         """Write the first `size` staged rows beside what the block launches on the current stream.
 
-        For the capture of a graph of which every replay follows a call of `before_replay`.
+        For the capture of a graph of which every replay follows a call of `before_replay`. Sizes
+        below `beside_from` are left alone.
         """
+        if size < self._beside_from:
+            yield
+            return
         main = torch.cuda.current_stream()
-        self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
+        branch = torch.cuda.Stream(main.device)
+        branch.wait_stream(main)
+        with torch.cuda.stream(branch):
             self._step(size)
         yield
-        main.wait_stream(self._stream)
+        main.wait_stream(branch)
 
     def before_replay(self, size: int) -> None:
-        """Leave the step that waits, if its rows fit, to a graph captured in `beside(size)`.
+        """Prepare for a graph captured in `beside(size)`, and for new aux hidden states.
 
-        Rows that were written before are not written again: their slots may be others' by now.
+        The graph writes the step that waits, if that fits. It writes none a second time: slots of
+        rows written before may be others' by now.
         """
-        if not self._waiting <= size <= self._padded:
+        self._release()
+        has_branch = size >= self._beside_from
+        if self._waiting and not (has_branch and self._waiting <= size <= self._padded):
             self.write()
-        if self._padded and not self._waiting:
+        if has_branch and self._padded and not self._waiting:
+            self.write()
             self._slots.fill_(-1)
             self._padded = 0
         self._waiting = 0
+
+    def _release(self) -> None:
+        """Let what was given to the last step be overwritten and freed."""
+        if self._given:
+            self._staged.wait()
+            self._given = ()
 
     def _size(self, num_rows: int) -> int:
         return self.batch_sizes[bisect_left(self.batch_sizes, num_rows)]

@@ -1,9 +1,9 @@
 """What an off step adds to a decode step without speculation, by where its draft step runs.
 
     python -m fused_fallback.profiling.bench_off_step --output off_step.json
-        [--shape 8b] [--rows 8 64 128] [--layers 6]
+        [--shape 8b] [--rows 8 64 128] [--layers 32]
 
-No server: an imitation of its decode steps on the GPU. The target is a CUDA graph of some layers'
+No server: an imitation of its decode steps on the GPU. The target is a CUDA graph of its layers'
 matmuls, norms and small kernels and of lm_head; then come argmax and the dozen small kernels that
 SGLang runs between two steps, with the tokens copied to the host on a second stream. The host
 enqueues the steps ahead. To that is added:
@@ -13,7 +13,7 @@ enqueues the steps ahead. To that is added:
     aux             the aux hidden states in the target's graph, and no draft step
     own stream      aux, and the draft step in a graph of its own on a third stream
     in order        aux, and that graph on the target's stream
-    beside          aux, and the draft step as a branch of the target's next graph, as in serving
+    beside          aux, and the draft step as a branch of the target's next graph
 
 Medians over rounds in which the variants take turns, of microseconds a step.
 """
@@ -40,7 +40,7 @@ Run = Callable[[], None]
 
 
 class Target:
-    """Decode steps of `rows` requests with few layers of a Llama's shape, random weights."""
+    """Decode steps of `rows` requests, with random weights of a Llama's shape."""
 
     def __init__(self, shape: Shape, rows: int, layers: int) -> None:
         hidden, heads = shape.hidden, shape.heads + 2 * shape.kv_heads
@@ -117,19 +117,21 @@ class Target:
         return F.rms_norm(x, (x.shape[1],), self.norm, 1e-5)
 
 
-def variants(target: Target, runner: DraftStepGraphRunner, rows: int) -> dict[str, Run]:
+def variants(
+    target: Target, at_once: DraftStepGraphRunner, later: DraftStepGraphRunner, rows: int
+) -> dict[str, Run]:
     """One step of each kind."""
     plain, (plain_logits, _) = target.captured(lambda: target.forward(aux=False))
     capturing, (logits, aux) = target.captured(lambda: target.forward(aux=True))
 
     def with_branch() -> tuple[torch.Tensor, torch.Tensor | None]:
-        with runner.beside(rows):
+        with later.beside(rows):
             return target.forward(aux=True)
 
     branched, (branched_logits, branched_aux) = target.captured(with_branch)
     tiny = torch.zeros(8, device="cuda")
 
-    def stage(tokens: torch.Tensor, aux: torch.Tensor | None) -> None:
+    def stage(runner: DraftStepGraphRunner, tokens: torch.Tensor, aux: torch.Tensor | None) -> None:
         runner.stage(
             aux_hidden_states=aux,
             next_token_ids=tokens,
@@ -161,27 +163,24 @@ def variants(target: Target, runner: DraftStepGraphRunner, rows: int) -> dict[st
         target.between(tokens)
 
     def own_stream() -> None:
+        at_once.before_replay(rows)
         capturing.replay()
         tokens = logits.argmax(-1)
-        target.stream.wait_stream(target.other)
-        stage(tokens, aux)
-        target.other.wait_stream(target.stream)
-        with torch.cuda.stream(target.other):
-            runner.write()
+        stage(at_once, tokens, aux)
         target.between(tokens)
 
     def in_order() -> None:
         capturing.replay()
         tokens = logits.argmax(-1)
-        stage(tokens, aux)
-        runner.write()
+        stage(later, tokens, aux)
+        later.write()
         target.between(tokens)
 
     def beside() -> None:
-        runner.before_replay(rows)
+        later.before_replay(rows)
         branched.replay()
         tokens = branched_logits.argmax(-1)
-        stage(tokens, branched_aux)
+        stage(later, tokens, branched_aux)
         target.between(tokens)
 
     return {
@@ -213,15 +212,21 @@ def measure(shape: Shape, rows: int, layers: int) -> list[dict[str, Any]]:
     layer = random_layer(shape)
     step = random_step(layer, rows)
     written = ("kept_hidden_states", "k_buffer", "v_buffer")
-    runner = DraftStepGraphRunner(
-        layer=layer, batch_sizes=[rows], **{name: step[name] for name in written}
+    at_once, later = (
+        DraftStepGraphRunner(
+            layer=layer,
+            batch_sizes=[rows],
+            beside_from=beside_from,
+            **{name: step[name] for name in written},
+        )
+        for beside_from in (rows + 1, 1)
     )
     target = Target(shape, rows, layers)
-    runs = variants(target, runner, rows)
+    runs = variants(target, at_once, later, rows)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(ROUNDS + 1):  # the first warms up
         for name in runs if repeat % 2 else reversed(runs):
-            runner.write()
+            later.write()
             took = step_us(target, runs[name])
             if repeat:
                 times[name].append(took)
@@ -247,7 +252,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 128])
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=32, help="of the target (%(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", default=commit(), help="recorded in the JSON file")
     arguments = parser.parse_args()

@@ -28,12 +28,16 @@ INPUTS = (
     "out_cache_loc",
 )
 SIZES = (1, 2, 4, 8, 16)
+BESIDE_FROM = 8
 
 
 def build_runner(step: dict[str, Any], **options: Any) -> DraftStepGraphRunner:
     names = ("layer", "kept_hidden_states", "k_buffer", "v_buffer")
     return DraftStepGraphRunner(
-        **{name: step[name] for name in names}, batch_sizes=SIZES, **options
+        **{name: step[name] for name in names},
+        batch_sizes=SIZES,
+        beside_from=BESIDE_FROM,
+        **options,
     )
 
 
@@ -102,15 +106,18 @@ def test_capture_writes_nothing_and_reports_memory() -> None:
 
 
 @needs_gpu
-def test_nothing_allocates_or_synchronises() -> None:
+@pytest.mark.parametrize("rows", [3, 5])
+def test_nothing_allocates_or_synchronises(rows: int) -> None:
     case = Case()
     step = make_step(case, 16, device="cuda")
     runner = build_runner(step)
-    inputs = {name: make_step(case, 5, device="cuda")[name] for name in INPUTS}
+    inputs = {name: make_step(case, rows, device="cuda")[name] for name in INPUTS}
 
     def run() -> None:
-        runner.stage(**inputs)
-        runner.before_replay(4)  # too small: it is written now, and its slots are cleared
+        for size in (4, 8, 8):
+            runner.stage(**inputs)
+            runner.before_replay(size)
+        runner.before_replay(8)  # clears the slots
         runner.stage(**inputs)
         runner.write()
 
@@ -159,9 +166,10 @@ WAYS = ("beside", "by the next one", "alone")
 @needs_gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_a_staged_step_is_written_whatever_comes_next(way: str) -> None:
-    """Batches shrink and grow; a caller may overwrite what it gave."""
+    """Batches shrink and grow; a caller overwrites what it gave."""
     beside = Beside()
     eager = copy_written(beside.pool)
+    before: dict[str, torch.Tensor] = {}
     for rows in (16, 15, 9, 8, 3, 4, 16, 1, 5):
         if way == "beside":
             beside.replay(next(size for size in SIZES if size >= rows))
@@ -170,8 +178,9 @@ def test_a_staged_step_is_written_whatever_comes_next(way: str) -> None:
         inputs = beside.inputs(rows)
         run_padded(inputs, beside.layer, eager, 16, "auto")
         beside.runner.stage(**inputs)
-        for given in inputs.values():
+        for given in before.values():
             given.fill_(0)
+        before = inputs
     beside.runner.write()
     for name in ("k_buffer", "v_buffer"):  # another size sums in another order
         error = relative_error(beside.pool[name].double(), eager[name].double())
@@ -182,14 +191,16 @@ def test_a_staged_step_is_written_whatever_comes_next(way: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("way", WAYS[::2])
-def test_what_was_written_is_not_written_again(way: str) -> None:
+@pytest.mark.parametrize("rows", [3, 5])
+def test_what_was_written_is_not_written_again(rows: int, way: str) -> None:
     """Between two steps a slot may have become another request's."""
     beside = Beside()
-    beside.runner.stage(**beside.inputs(5))
+    beside.runner.stage(**beside.inputs(rows))
     if way == "alone":
         beside.runner.write()
     else:
         beside.replay(8)
+    torch.cuda.synchronize()
     for name in WRITTEN:
         beside.pool[name].fill_(1)
     expected = copy_written(beside.pool)

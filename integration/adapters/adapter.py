@@ -112,15 +112,16 @@ class Adapter(ABC):
         **kwargs: Any,
     ) -> GenerationBatchResult:
         """The worker's `forward_batch_generation`: `forward` is SGLang's own."""
-        if not (
+        decodes = not (
             batch.forward_mode.is_extend()
             or batch.is_extend_in_batch
             or batch.forward_mode.is_idle()
             or batch.spec_info is None
-        ):
-            if self.fallback.update(len(batch.reqs)):
-                return self._decode_off(batch, *args, **kwargs)
-            self.fallback.write()
+        )
+        if decodes and self.fallback.update(len(batch.reqs)):
+            return self._decode_off(batch, *args, **kwargs)
+        self.fallback.write()
+        if decodes:
             self._catch_up(batch)
             self.fallback.statistics.steps_on += 1
         return forward(self.worker, batch, *args, **kwargs)
@@ -153,7 +154,6 @@ class Adapter(ABC):
         return self._draft_input(draft_input)
 
     def _fuses_prefill(self, batch: Batch, mm_input_embeds: torch.Tensor | None) -> bool:
-        self.fallback.write()
         if self.fallback.off and mm_input_embeds is None and not batch.forward_mode.is_idle():
             return True
         self.fallback.settle(self._requests(batch))
