@@ -85,51 +85,41 @@ def write_draft_kv(
     num_rows = out_cache_loc.shape[0]
     x = layer.hidden_norm.new_empty((num_rows, 2 * layer.hidden_size))
     packed = _packed(layer, aux_hidden_states)
-    row = {
-        "num_programs": num_rows,
-        "layer": layer,
-        "out_cache_loc": out_cache_loc,
-        "token_ids": token_ids,
-    }
-    embedding = {"input_embeds": input_embeds, "x": x}
-    keep = {
-        "parts": _parts(aux_hidden_states),
-        "num_aux": layer.num_aux_hidden_states,
-        "req_pool_indices": req_pool_indices,
-        "kept_hidden_states": kept_hidden_states,
-        "seq_lens": positions,
-        "bonus_tokens": bonus_tokens,
-        "new_seq_lens": new_seq_lens,
-    }
     fc_input = _parts(aux_hidden_states)[0] if packed is None else packed
     split_fc = layer.fc is not None and split_kernel(fc_input, layer.fc, cuda=cuda)
-    side = None
-    if layer.fc is not None and packed is None and not split_fc:
-        side = _side_stream(x.device)
-    if side is None:
-        prepare(**row, **keep, **embedding, packed=packed)
+    fc_stands_alone = layer.fc is not None and packed is None and not split_fc
+    side = _side_stream(x.device) if fc_stands_alone else None
+    with torch.cuda.stream(side):
+        prepare(
+            num_programs=num_rows,
+            layer=layer,
+            parts=_parts(aux_hidden_states),
+            num_aux=layer.num_aux_hidden_states,
+            out_cache_loc=out_cache_loc,
+            token_ids=token_ids,
+            input_embeds=input_embeds,
+            x=x,
+            packed=packed,
+            req_pool_indices=req_pool_indices,
+            kept_hidden_states=kept_hidden_states,
+            seq_lens=positions,
+            bonus_tokens=bonus_tokens,
+            new_seq_lens=new_seq_lens,
+        )
     if layer.fc is not None:
         if split_fc:
             hidden = split_fc(fc_input, layer.fc, early=packed is None)
         else:
             hidden = library_linear(fc_input, layer.fc, layer.fc_weight_scale, layer.fc_bias)
-        if side is not None:
-            with torch.cuda.stream(side):
-                prepare(**row, **embedding)
-                embedded = side.record_event()
-                if kept_hidden_states is not None:
-                    prepare(**row, **keep)
         hidden_norm(layer, hidden, x)
     if side is not None:
-        torch.cuda.current_stream().wait_event(embedded)
+        torch.cuda.current_stream().wait_stream(side)
     if split_kv := split_kernel(x, layer.kv_proj, cuda=cuda):
         after_norm = layer.fc is not None
         kv = split_kv(x, layer.kv_proj, early=after_norm, second_half_is_late=after_norm)
     else:
         kv = library_linear(x, layer.kv_proj, layer.kv_weight_scale, layer.kv_bias)
     store(layer=layer, kv=kv, positions=positions, out_cache_loc=out_cache_loc, **pool)
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)
 
 
 def fused_draft_step(

@@ -57,6 +57,20 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert "ratio_nospec" not in bench_envelope.row(taken, "nospec")
 
 
+def test_starts_are_taken_together() -> None:
+    options = bench_envelope.parse_args(["--model-path", "t", "--draft-model-path", "d"])
+    starts = [
+        {"nospec": [(100.0, 1.0)] * 2, "off": [(rate, 1.0)] * 2} for rate in (98.0, 99.0, 96.0)
+    ]
+    plain, off = bench_envelope.rows_of(options, 8, starts)
+    assert off["mode"] == "off" and off["concurrency"] == 8
+    assert off["ratio_nospec"] == 0.98 and off["ratio_nospec_spread"] == [0.96, 0.99]
+    assert off["ratio_nospec_of_starts"] == [0.98, 0.99, 0.96]
+    assert not any(name.endswith("of_starts") for name in plain)
+    (alone, _) = bench_envelope.rows_of(options, 8, starts[:1])
+    assert alone == {**plain, "tok_s": 100.0}
+
+
 def test_requests_that_wait_for_others_do_not_run_together() -> None:
     one, two = Timing(0.0, 1.0, 4.0, 128), Timing(0.0, 2.0, 5.0, 128)
     assert bench_envelope.together([one, two])
