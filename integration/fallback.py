@@ -2,7 +2,8 @@
 
 Rules that hold after every step, whoever runs next (catch-up, prefill, radix insertion):
 
-1. Target and draft KV are complete for positions [0, seq_len) of every request.
+1. Target and draft KV are complete for positions [0, seq_len) of every request, or `write` makes
+   the draft's complete.
 2. Every request is either pending (its last aux hidden states are kept) or has a valid draft state.
 3. Lengths come from `seq_lens` alone, slots from `req_to_token` alone; nothing is allocated in the
    KV pool.

@@ -20,6 +20,7 @@ if ! command -v ncu >/dev/null; then
   echo "ncu is not installed here (it comes with the CUDA toolkit or Nsight Compute)" >&2
   exit 1
 fi
+echo "# ncu_draft_step.sh $*, commit $(git rev-parse --short HEAD 2>/dev/null || echo "$COMMIT"), $(date -I)"
 exec ncu --profile-from-start off --clock-control none \
   --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
   --section LaunchStats --section WarpStateStats \

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fused_fallback.bindings.ops import fused_draft_step
 from fused_fallback.integration.flags import FallbackArguments, server_args
 
 PAIR = Path(__file__).parents[1] / "integration" / "demo" / "pair"
@@ -90,6 +91,8 @@ class Server:
         script: with speculation: which decode steps are off; the fused fallback is not even
             installed where None.
         cold: leave the draft's KV unwritten while off, so that tests can see the difference.
+        waiting: let each draft step wait until the next one or until its results are needed, as
+            with CUDA graphs. The last position of a request's recorded KV is left out.
         poison: fill the draft's KV pool with noise of this size first.
         overlap: schedule the next batch before the last one's results are processed, as on a GPU.
         options: further `ServerArgs`.
@@ -101,13 +104,14 @@ class Server:
         speculative: bool = True,
         script: Callable[[int], bool] | None = None,
         cold: bool = False,
+        waiting: bool = False,
         poison: float = 1.0,
         overlap: bool = False,
         **options: Any,
     ) -> None:
         self.overlap = overlap
         self.results: deque[tuple[Any, Any]] = deque()
-        self.speculative = speculative
+        self.speculative, self.waiting = speculative, waiting
         self.recording = Recording()
         self.requests: list[Any] = []
         arguments = {
@@ -145,6 +149,8 @@ class Server:
             self.fallback.policy = ScriptedPolicy(script)
             if cold:
                 _leave_cold(self.fallback)
+            if waiting:
+                self.fallback.graphs = WaitingSteps(self.fallback)
         self._record(worker)
         noise = torch.Generator().manual_seed(7)
         for buffer in self._draft_buffers():
@@ -308,8 +314,37 @@ class Server:
         worker.forward_batch_generation = recorded_forward
 
     def _record_draft_kv(self, rid: str, row: int, length: int) -> None:
+        length -= self.waiting
         slots = self.scheduler.req_to_token_pool.req_to_token[row, :length].long()
         self.recording.draft_kv[rid] = torch.stack([b[slots] for b in self._draft_buffers()])
+
+
+class WaitingSteps:
+    """When a `DraftStepGraphRunner` writes a step, without its graphs."""
+
+    def __init__(self, fallback: Any) -> None:
+        self.fallback, self.step = fallback, None
+
+    def fits(self, num_rows: int) -> bool:
+        return True
+
+    def stage(self, **step: Any) -> None:
+        self.write()
+        self.step = step
+
+    def write(self) -> None:
+        """Write the step that waits."""
+        if self.step is None:
+            return
+        fused_draft_step(
+            layer=self.fallback.layer,
+            kept_hidden_states=self.fallback.kept_hidden_states,
+            bonus_tokens=torch.empty_like(self.step["next_token_ids"], dtype=torch.int32),
+            new_seq_lens=torch.empty_like(self.step["seq_lens"]),
+            **self.step,
+            **self.fallback.pool.as_kwargs(),
+        )
+        self.step = None
 
 
 def spec_v1(worker: Any) -> bool:

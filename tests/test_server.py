@@ -235,6 +235,17 @@ def assert_same_drafts(recording: Recording, never: Recording) -> None:
         )
 
 
+@pytest.mark.skipif(SGLANG != "0.5.23", reason="the same on every release")
+@pytest.mark.parametrize(
+    "case", ["chunked prefill", "radix reuse", "retraction", "overlap, join and finish"]
+)
+def test_a_draft_step_that_waits_is_written_before_it_is_needed(case: str) -> None:
+    recording = run(case, script=SCRIPTS["every other step"], waiting=True)
+    assert recording.off_steps
+    assert_same_tokens(recording, without_speculation(case), frozenset())
+    assert_same_drafts(recording, never_off(case))
+
+
 def test_proposals_after_a_flip_were_compared() -> None:
     """The equalities above are not empty: every request drafts again, at compared positions."""
     for case, script in (("four", "eight steps"), ("four", "every other step")):
