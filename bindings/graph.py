@@ -103,6 +103,8 @@ class DraftStepGraphRunner:
         # Streams of another priority come from another pool than SGLang's, all of the default one:
         # on a stream that is also the target's, both graphs would hold the same cuBLAS workspace.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        # One for all graphs: torch keeps memory that was freed on a stream for that stream.
+        self._branch = torch.cuda.Stream(device)
         self._staged, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._given: tuple[torch.Tensor | None, ...] = ()  # what is staged on `_stream`
         self._running = False  # whether a step may still run there
@@ -191,12 +193,13 @@ class DraftStepGraphRunner:
             yield
             return
         main = torch.cuda.current_stream()
-        branch = torch.cuda.Stream(main.device)
-        branch.wait_stream(main)
-        with torch.cuda.stream(branch):
+        if self._branch == main:  # torch's streams come round again
+            self._branch = torch.cuda.Stream(main.device)
+        self._branch.wait_stream(main)
+        with torch.cuda.stream(self._branch):
             self._step(size)
         yield
-        main.wait_stream(branch)
+        main.wait_stream(self._branch)
 
     def before_replay(self, size: int) -> None:
         """Prepare for a graph captured in `beside(size)`, and for new aux hidden states.
