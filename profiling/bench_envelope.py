@@ -24,7 +24,7 @@ is taken again.
 In each repeat every mode has the same prompts, and the order of the modes alternates. Ratios are
 taken within a repeat; the median over the repeats and their range are reported. A ratio above 1 is
 faster, also that of `tpot_ms`. `ratio_best` is to the faster of `nospec` and `static`. Two servers
-of one mode differ by up to 0.7 % on an H200 for as long as they live: `--starts N` starts all of
+of one mode differ by up to 1 % on an H200 for as long as they live: `--starts N` starts all of
 them N times and takes the repeats of all starts together.
 
 `--ramps N` adds N times, for each mode, a ramp: 1, 2, 4, ... requests running, up to the largest
