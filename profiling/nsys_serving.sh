@@ -16,8 +16,8 @@
 # How to read it, in nsys-ui: open the scheduler's process, and in it the CUDA HW row. Between two
 # runs of the target's graph there should be nothing but SGLang's sampler, copies and the draft step;
 # white space there is the CPU being late: look for the NVTX range above it that is longer than a
-# step. The draft step's stream should be busy under the next target graph's first kernels. A
-# `catch-up` stands once behind each `flip on`. As text:
+# step. From 64 requests on the draft step is a branch of the target's graph instead. A `catch-up`
+# stands once behind each `flip on`. As text:
 #   nsys stats --report nvtx_gpu_proj_sum,nvtx_sum,cuda_gpu_kern_sum REPORT.nsys-rep
 # GPU projections of the ranges first, then their CPU times, then kernels by total time.
 set -e
