@@ -27,7 +27,8 @@ INPUTS = (
     "req_pool_indices",
     "out_cache_loc",
 )
-SIZES = (1, 2, 4, 8, 16)
+LARGEST = 160  # whose matmuls are the library's
+SIZES = (1, 2, 4, 8, 16, LARGEST)
 BESIDE_FROM = 8
 
 
@@ -46,10 +47,10 @@ def build_runner(step: dict[str, Any], **options: Any) -> DraftStepGraphRunner:
 def test_what_is_written_alone_equals_eager(backend: str) -> None:
     case = Case(hidden=512, target=512)
     layer = make_layer(case, "cuda")
-    pool = make_step(case, 16, layer=layer, device="cuda")
+    pool = make_step(case, LARGEST, layer=layer, device="cuda")
     runner = build_runner(pool, backend=backend)
     eager = copy_written(pool)
-    for rows in (16, 1, 3, 8, 5, 9, 2, 16):
+    for rows in (16, 1, 3, 150, 8, 5, 9, 2, 16):
         step = make_step(case, rows, layer=layer, device="cuda", seed=rows)
         inputs = {name: step[name] for name in INPUTS}
         runner.stage(**inputs)
@@ -95,21 +96,21 @@ def run_padded(
 
 @needs_gpu
 def test_capture_writes_nothing_and_reports_memory() -> None:
-    step = make_step(Case(), 16, device="cuda")
+    step = make_step(Case(), LARGEST, device="cuda")
     before = copy_written(step)
     runner = build_runner(step)
     torch.cuda.synchronize()
     for name in WRITTEN:
         assert torch.equal(as_bytes(step[name]), as_bytes(before[name])), name
     assert runner.memory_bytes >= 0
-    assert runner.fits(16) and not runner.fits(17)
+    assert runner.fits(LARGEST) and not runner.fits(LARGEST + 1)
 
 
 @needs_gpu
 @pytest.mark.parametrize("rows", [3, 5])
 def test_nothing_allocates_or_synchronises(rows: int) -> None:
     case = Case()
-    step = make_step(case, 16, device="cuda")
+    step = make_step(case, LARGEST, device="cuda")
     runner = build_runner(step)
     inputs = {name: make_step(case, rows, device="cuda")[name] for name in INPUTS}
 
@@ -138,7 +139,7 @@ class Beside:
     def __init__(self) -> None:
         self.case = Case(hidden=512, target=512)
         self.layer = make_layer(self.case, "cuda")
-        self.pool = make_step(self.case, 16, layer=self.layer, device="cuda")
+        self.pool = make_step(self.case, LARGEST, layer=self.layer, device="cuda")
         self.runner = build_runner(self.pool)
         self.work = torch.randn(512, 512, device="cuda")
         self.work @ self.work  # not for the first time in a capture
@@ -170,13 +171,13 @@ def test_a_staged_step_is_written_whatever_comes_next(way: str) -> None:
     beside = Beside()
     eager = copy_written(beside.pool)
     before: dict[str, torch.Tensor] = {}
-    for rows in (16, 15, 9, 8, 3, 4, 16, 1, 5):
+    for rows in (16, 15, 150, 140, 9, 8, 3, 4, 16, 1, 5):
         if way == "beside":
             beside.replay(next(size for size in SIZES if size >= rows))
         elif way == "alone":
             beside.runner.write()
         inputs = beside.inputs(rows)
-        run_padded(inputs, beside.layer, eager, 16, "auto")
+        run_padded(inputs, beside.layer, eager, LARGEST, "auto")
         beside.runner.stage(**inputs)
         for given in before.values():
             given.fill_(0)
@@ -212,10 +213,10 @@ def test_what_was_written_is_not_written_again(rows: int, way: str) -> None:
 @needs_gpu
 def test_stage_names_what_does_not_fit() -> None:
     case = Case()
-    step = make_step(case, 16, device="cuda")
+    step = make_step(case, LARGEST, device="cuda")
     runner = build_runner(step)
-    with pytest.raises(ValueError, match="17 rows exceed the largest captured size 16"):
-        runner.stage(**{name: make_step(case, 17, device="cuda")[name] for name in INPUTS})
+    with pytest.raises(ValueError, match="161 rows exceed the largest captured size 160"):
+        runner.stage(**{name: make_step(case, LARGEST + 1, device="cuda")[name] for name in INPUTS})
     given = {name: make_step(case, 3, device="cuda")[name] for name in INPUTS}
     with pytest.raises(ValueError, match="built without input_embeds, got some"):
         runner.stage(**given, input_embeds=given["aux_hidden_states"][:, : case.hidden])
