@@ -65,9 +65,9 @@ def _symbols(names: RunnerNames) -> tuple[Symbol, ...]:
     return (
         Attributes(
             model_runner,
-            f"{names.attribute} attn_backend spec_algorithm init_new_workspace device gpu_id",
+            f"{names.attribute} attn_backend spec_algorithm device gpu_id",
         ),
-        Call(f"{model_runner}._get_attention_backend", keywords="init_new_workspace"),
+        Call(f"{model_runner}._get_attention_backend"),
         Attributes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "size"),
         Call(
             f"{names.target}.__init__",
@@ -199,8 +199,8 @@ def _capture_plain_decode(
         (base,),
         {"get_spec_info": get_spec_info, names.capture: capture, names.load: load},
     )
-    with swapped(model_runner, init_new_workspace=model_runner.init_new_workspace):
-        attn_backend = model_runner._get_attention_backend(init_new_workspace=True)
+    # It shares the workspace that all backends of this process share: they run one after another.
+    attn_backend = model_runner._get_attention_backend()
     with swapped(
         model_runner,
         spec_algorithm=SpeculativeAlgorithm.NONE,  # decode mode, one token a request
