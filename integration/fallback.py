@@ -166,16 +166,20 @@ class FusedFallback:
             self.graphs.stage(**rows)
         else:
             self.write()
-            fused_draft_step(
-                layer=self.layer,
-                kept_hidden_states=self.kept_hidden_states,
-                bonus_tokens=torch.empty_like(next_token_ids, dtype=torch.int32),
-                new_seq_lens=torch.empty_like(seq_lens),
-                **rows,
-                **self.pool.as_kwargs(),
-            )
+            self.draft_step(**rows)
         self.statistics.steps_off += 1
         return self._pending_input(next_token_ids, requests)
+
+    def draft_step(self, **rows: torch.Tensor | None) -> None:
+        """Run `fused_draft_step` on these rows; the next draft input is made elsewhere."""
+        fused_draft_step(
+            layer=self.layer,
+            kept_hidden_states=self.kept_hidden_states,
+            bonus_tokens=torch.empty_like(rows["next_token_ids"], dtype=torch.int32),
+            new_seq_lens=torch.empty_like(rows["seq_lens"]),
+            **rows,
+            **self.pool.as_kwargs(),
+        )
 
     def write(self) -> None:
         """Write the last draft step if it waits, before what follows on the current stream."""

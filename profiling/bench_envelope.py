@@ -254,12 +254,14 @@ def rows_of(
     """Rows of the result for one concurrency, of all starts together."""
     about = {"concurrency": concurrency, "input_len": options.input_len, "prompts": options.prompts}
     together = {mode: [run for taken in starts for run in taken[mode]] for mode in starts[0]}
-    rows = [{**about, "mode": mode, **row(together, mode)} for mode in together]
-    if len(starts) > 1:
-        for line in rows:
-            each = [row(taken, line["mode"]) for taken in starts]
-            for name in [name for name in line if "ratio" in name and "spread" not in name]:
-                line[f"{name}_of_starts"] = [of_start[name] for of_start in each]
+    rows = []
+    for mode in together:
+        line = row(together, mode)
+        if len(starts) > 1:
+            each = [row(taken, mode) for taken in starts]
+            ratios = [name for name in line if "ratio" in name and "spread" not in name]
+            line |= {f"{name}_of_starts": [start[name] for start in each] for name in ratios}
+        rows.append({**about, "mode": mode, **line})
     return rows
 
 

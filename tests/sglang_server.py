@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fused_fallback.bindings.ops import fused_draft_step
 from fused_fallback.integration.flags import FallbackArguments, server_args
 
 PAIR = Path(__file__).parents[1] / "integration" / "demo" / "pair"
@@ -334,17 +333,9 @@ class WaitingSteps:
 
     def write(self) -> None:
         """Write the step that waits."""
-        if self.step is None:
-            return
-        fused_draft_step(
-            layer=self.fallback.layer,
-            kept_hidden_states=self.fallback.kept_hidden_states,
-            bonus_tokens=torch.empty_like(self.step["next_token_ids"], dtype=torch.int32),
-            new_seq_lens=torch.empty_like(self.step["seq_lens"]),
-            **self.step,
-            **self.fallback.pool.as_kwargs(),
-        )
-        self.step = None
+        if self.step is not None:
+            self.fallback.draft_step(**self.step)
+            self.step = None
 
 
 def spec_v1(worker: Any) -> bool:

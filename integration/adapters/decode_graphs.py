@@ -1,6 +1,6 @@
 """CUDA graphs of the target's plain decode with its aux hidden states, beside the verify graphs.
 
-Each also writes the draft step before it, on a branch of its own.
+Large ones also write the draft step before, on a branch of their own (`bindings/graph.py`).
 """
 
 from __future__ import annotations
@@ -154,8 +154,9 @@ def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> D
         runner=runner,
         attn_backend=attn_backend,
         summary=(
-            f"{len(runner.capture_bs)} graphs up to {largest} requests, {free - free_gb():.2f} GB "
-            f"with the draft step's, {time.monotonic() - began:.1f} s"
+            f"{len(runner.capture_bs)} graphs up to {largest} requests, {free - free_gb():.2f} GB, "
+            f"{fallback.graphs.memory_bytes / 1e9:.2f} GB of it the draft step's own, "
+            f"{time.monotonic() - began:.1f} s"
         ),
         attribute=names.attribute,
     )
