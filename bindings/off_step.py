@@ -1,4 +1,4 @@
-"""What the target's plain decode takes, from the state that a speculative step starts with."""
+"""The small copies around an off step's target graph, one launch each on a GPU."""
 
 from __future__ import annotations
 
@@ -43,3 +43,53 @@ def decode_inputs(
         return off_step.decode_inputs(**rows, req_to_token=req_to_token)
     slots = req_to_token[req_pool_indices.long(), seq_lens.long()]
     return bonus_tokens.to(torch.int64), slots.to(torch.int64), seq_lens + 1
+
+
+def stage(
+    *,
+    given: dict[str, torch.Tensor],
+    staged: dict[str, torch.Tensor],
+    at: int,
+    req_pool_indices: torch.Tensor,
+    kept_hidden_states: torch.Tensor,
+) -> None:
+    """Copy a step's rows into static buffers, and its aux hidden states to the requests' own.
+
+    Args:
+        given: `aux_hidden_states` [num_rows, num_aux * H_target], whose rows may be strided,
+            `token_ids`, `positions` and `out_cache_loc`, [num_rows] int32 or int64, and maybe
+            `input_embeds` [num_rows, H].
+        staged: buffers of the same names with more rows, the indices int64; written from row `at`.
+        at: the first row.
+        req_pool_indices: [num_rows] int32 or int64, different rows of `kept_hidden_states`.
+        kept_hidden_states: [max_requests, num_aux * H_target], written.
+
+    Raises:
+        ValueError: a tensor is not as wide or as long as the others, or one of indices is strided.
+    """
+    num_rows = req_pool_indices.shape[0]
+    for name, tensor in (*given.items(), ("req_pool_indices", req_pool_indices)):
+        expected = (num_rows, *(staged[name].shape[1:] if name in staged else ()))
+        if tensor.shape != expected or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be {list(expected)} with a contiguous last dimension, got "
+                f"{list(tensor.shape)}, strides {tensor.stride()}"
+            )
+    rows = slice(at, at + num_rows)
+    if not kept_hidden_states.is_cuda:
+        kept_hidden_states[req_pool_indices.long()] = given["aux_hidden_states"]
+        for name, tensor in given.items():
+            staged[name][rows] = tensor
+        return
+    from ..kernels.triton import off_step
+
+    if "input_embeds" in given:
+        staged["input_embeds"][rows] = given["input_embeds"]
+    names = ("aux_hidden_states", "token_ids", "positions", "out_cache_loc")
+    off_step.stage(
+        given=tuple(given[name] for name in names),
+        staged=tuple(staged[name] for name in names),
+        at=at,
+        req_pool_indices=req_pool_indices,
+        kept_hidden_states=kept_hidden_states,
+    )

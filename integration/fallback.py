@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ..bindings.graph import DraftStepGraphRunner
+from ..bindings.graph import MAX_ROWS, DraftKVWriter
 from ..bindings.ops import capture_aux_hidden_states, fused_draft_step, write_draft_kv
 from ..kernels.draft_layer import DraftLayer
 from .policy import FallbackPolicy
@@ -83,6 +83,7 @@ class FusedFallback:
         pool: the draft's KV pool.
         max_requests: rows of SGLang's request pool, its dummy row included.
         topk: `speculative_eagle_topk`.
+        max_rows: rows of decode steps that are written together at most.
     """
 
     def __init__(
@@ -93,15 +94,21 @@ class FusedFallback:
         pool: DraftPool,
         max_requests: int,
         topk: int,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self.policy = policy
         self.layer = layer
         self.pool = pool
-        self.graphs: DraftStepGraphRunner | None = None  # set once captured, on a GPU
         self.statistics = Statistics()
         weight = layer.hidden_norm
         width = layer.num_aux_hidden_states * layer.target_hidden_size
         self.kept_hidden_states = weight.new_zeros(max_requests, width)
+        self.writer = DraftKVWriter(
+            layer=layer,
+            kept_hidden_states=self.kept_hidden_states,
+            max_rows=max_rows,
+            **pool.as_kwargs(),
+        )
         self._pending = [False] * max_requests
         self._topk_p = weight.new_zeros(max_requests, topk, dtype=torch.float32)
         self._topk_index = weight.new_zeros(max_requests, topk, dtype=torch.int64)
@@ -162,29 +169,25 @@ class FusedFallback:
             "out_cache_loc": out_cache_loc,
             "input_embeds": input_embeds,
         }
-        if self.graphs is not None and self.graphs.fits(len(requests)):
-            self.graphs.stage(**rows)
-        else:
-            self.write()
-            self.draft_step(**rows)
+        if self.writer.takes(len(requests)):
+            self.writer.stage(**rows, requests=requests)
+        else:  # so many rows have nothing to gain by waiting for more
+            self.writer.write()
+            fused_draft_step(
+                layer=self.layer,
+                kept_hidden_states=self.kept_hidden_states,
+                bonus_tokens=torch.empty_like(next_token_ids, dtype=torch.int32),
+                new_seq_lens=torch.empty_like(seq_lens),
+                **rows,
+                **self.pool.as_kwargs(),
+            )
         self.statistics.steps_off += 1
         return self._pending_input(next_token_ids, requests)
 
-    def draft_step(self, **rows: torch.Tensor | None) -> None:
-        """Run `fused_draft_step` on these rows; the next draft input is made elsewhere."""
-        fused_draft_step(
-            layer=self.layer,
-            kept_hidden_states=self.kept_hidden_states,
-            bonus_tokens=torch.empty_like(rows["next_token_ids"], dtype=torch.int32),
-            new_seq_lens=torch.empty_like(rows["seq_lens"]),
-            **rows,
-            **self.pool.as_kwargs(),
-        )
-
+    @torch.no_grad()
     def write(self) -> None:
-        """Write the last draft step if it waits, before what follows on the current stream."""
-        if self.graphs is not None:
-            self.graphs.write()
+        """Write the draft's KV of the steps that wait, before what follows on this stream."""
+        self.writer.write()
 
     @torch.no_grad()
     def prefill(

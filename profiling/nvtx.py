@@ -25,6 +25,7 @@ STAGES = (
 SERVING = (
     ("off step", "adapter", "_decode_off"),
     ("fused draft step", "fallback", "decode"),
+    ("draft KV write", "writer", "write"),
     ("fused draft prefill", "fallback", "prefill"),
     ("catch-up", "adapter", "_draft_extend"),
 )
@@ -93,7 +94,8 @@ def enable_serving(adapter: Any) -> None:
         return
     adapter.in_ranges = True
     mark("fused fallback: ranges on")
-    owners = {"adapter": adapter, "fallback": adapter.fallback}
+    fallback = adapter.fallback
+    owners = {"adapter": adapter, "fallback": fallback, "writer": fallback.writer}
     for name, owner, method in SERVING:
         setattr(owners[owner], method, in_range(name, getattr(owners[owner], method)))
     update = adapter.fallback.update

@@ -64,6 +64,7 @@ class Recording:
         off_from: KV length before each request's first off step.
         off_steps: (request, KV length before the step) of every off step.
         draft_kv: K and V at positions [0, length) of each request, at its last step.
+        rows_written: rows of decode steps in each write of the draft's KV.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Recording:
     accept_lens: dict[tuple[str, int], int] = field(default_factory=dict)
     off_steps: list[tuple[str, int]] = field(default_factory=list)
     draft_kv: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows_written: list[int] = field(default_factory=list)
 
     def after_off(self, key: tuple[str, int]) -> bool:
         """Whether the request of `key` was off at a smaller length."""
@@ -90,8 +92,7 @@ class Server:
         script: with speculation: which decode steps are off; the fused fallback is not even
             installed where None.
         cold: leave the draft's KV unwritten while off, so that tests can see the difference.
-        waiting: let each draft step wait until the next one or until its results are needed, as
-            with CUDA graphs. The last position of a request's recorded KV is left out.
+        max_rows: rows of decode steps that are written into the draft's KV together at most.
         poison: fill the draft's KV pool with noise of this size first.
         overlap: schedule the next batch before the last one's results are processed, as on a GPU.
         options: further `ServerArgs`.
@@ -103,15 +104,17 @@ class Server:
         speculative: bool = True,
         script: Callable[[int], bool] | None = None,
         cold: bool = False,
-        waiting: bool = False,
+        max_rows: int | None = None,
         poison: float = 1.0,
         overlap: bool = False,
         **options: Any,
     ) -> None:
         self.overlap = overlap
         self.results: deque[tuple[Any, Any]] = deque()
-        self.speculative, self.waiting = speculative, waiting
+        self.speculative = speculative
         self.recording = Recording()
+        self.fallback: Any = None
+        self.unwritten: dict[str, torch.Tensor] = {}
         self.requests: list[Any] = []
         arguments = {
             "model_path": str(PAIR / "target"),
@@ -148,8 +151,9 @@ class Server:
             self.fallback.policy = ScriptedPolicy(script)
             if cold:
                 _leave_cold(self.fallback)
-            if waiting:
-                self.fallback.graphs = WaitingSteps(self.fallback)
+            if max_rows or cold:
+                self.fallback.writer = _writer(self.fallback, max_rows)
+            self._record_writes(self.fallback.writer)
         self._record(worker)
         noise = torch.Generator().manual_seed(7)
         for buffer in self._draft_buffers():
@@ -248,6 +252,8 @@ class Server:
                 break
             self.step()
         self.step(2)
+        if self.fallback is not None:
+            self.fallback.write()
         stuck = [r.rid for r in self.requests if not r.finished()]
         assert not stuck, f"requests {stuck} did not finish in {limit} steps"
         for request in self.requests:
@@ -313,29 +319,27 @@ class Server:
         worker.forward_batch_generation = recorded_forward
 
     def _record_draft_kv(self, rid: str, row: int, length: int) -> None:
-        length -= self.waiting
-        slots = self.scheduler.req_to_token_pool.req_to_token[row, :length].long()
-        self.recording.draft_kv[rid] = torch.stack([b[slots] for b in self._draft_buffers()])
+        """K and V now, or as soon as the rows that wait are written: their slots live till then."""
+        self.unwritten[rid] = self.scheduler.req_to_token_pool.req_to_token[row, :length].long()
+        if self.fallback is None or not self.fallback.writer.num_rows:
+            self._read_draft_kv()
 
+    def _read_draft_kv(self) -> None:
+        for rid, slots in self.unwritten.items():
+            self.recording.draft_kv[rid] = torch.stack([b[slots] for b in self._draft_buffers()])
+        self.unwritten.clear()
 
-class WaitingSteps:
-    """When a `DraftStepGraphRunner` writes a step, without its graphs."""
+    def _record_writes(self, writer: Any) -> None:
+        write = writer.write
 
-    def __init__(self, fallback: Any) -> None:
-        self.fallback, self.step = fallback, None
+        def recorded_write() -> None:
+            rows = writer.num_rows
+            write()
+            if rows:
+                self.recording.rows_written.append(rows)
+                self._read_draft_kv()
 
-    def fits(self, num_rows: int) -> bool:
-        return True
-
-    def stage(self, **step: Any) -> None:
-        self.write()
-        self.step = step
-
-    def write(self) -> None:
-        """Write the step that waits."""
-        if self.step is not None:
-            self.fallback.draft_step(**self.step)
-            self.step = None
+        writer.write = recorded_write
 
 
 def spec_v1(worker: Any) -> bool:
@@ -379,6 +383,18 @@ def _leave_cold(fallback: Any) -> None:
 
     pool = fallback.pool
     fallback.pool = DraftPool(torch.empty_like(pool.k_buffer), torch.empty_like(pool.v_buffer))
+
+
+def _writer(fallback: Any, max_rows: int | None) -> Any:
+    """Another one than the fallback made: of the pool that it has by now, or of smaller blocks."""
+    from fused_fallback.bindings.graph import DraftKVWriter
+
+    return DraftKVWriter(
+        layer=fallback.layer,
+        kept_hidden_states=fallback.kept_hidden_states,
+        max_rows=max_rows or fallback.writer.max_rows,
+        **fallback.pool.as_kwargs(),
+    )
 
 
 def cpu_backends() -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""The inputs of the target's plain decode, and the copies into the draft step's static buffers."""
+"""The inputs of the target's plain decode, and the copies into the rows that wait."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from fused_fallback.bindings.off_step import decode_inputs
+from fused_fallback.bindings.off_step import decode_inputs, stage
 from fused_fallback.kernels.triton import off_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,18 +62,35 @@ def test_decode_inputs_name_a_wrong_shape() -> None:
 
 
 @pytest.mark.parametrize("width", [3, 5000])
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (5, 8)])
-def test_staged_rows_beyond_the_batch_are_padding(num_rows: int, size: int, width: int) -> None:
-    indices = tuple(
-        rows(num_rows, 1000 + i, dtype)
-        for i, dtype in enumerate((torch.int32, torch.int64, torch.int64, torch.int32))
+@pytest.mark.parametrize(("num_rows", "at"), [(1, 0), (5, 3), (3, 16)])
+def test_a_step_is_staged_from_a_row_on(num_rows: int, at: int, width: int) -> None:
+    names = ("token_ids", "positions", "out_cache_loc")
+    dtypes = (torch.int32, torch.int64, torch.int32)
+    given = {
+        "aux_hidden_states": torch.randn(num_rows, width + 2, device=DEVICE)[:, 1:-1],
+        **{n: rows(num_rows, 1000 + i, dtypes[i]) for i, n in enumerate(names)},
+    }
+    requests = torch.randperm(9)[:num_rows].to(DEVICE, torch.int32)
+    last = at + num_rows
+    for launch in (stage, interpreted_stage):
+        staged = {n: torch.full((30,), 7, dtype=torch.int64, device=DEVICE) for n in names}
+        staged["aux_hidden_states"] = torch.full((30, width), 7.0, device=DEVICE)
+        kept = torch.full((9, width + 1), 7.0, device=DEVICE)[:, :-1]
+        launch(
+            given=given, staged=staged, at=at, req_pool_indices=requests, kept_hidden_states=kept
+        )
+        for name, buffer in staged.items():
+            assert torch.equal(buffer[at:last], given[name].to(buffer.dtype)), name
+            assert (buffer[:at] == 7).all() and (buffer[last:] == 7).all(), name
+        assert torch.equal(kept[requests.long()], given["aux_hidden_states"])
+        assert (kept == 7).all(1).sum() == 9 - num_rows
+
+
+def interpreted_stage(
+    *, given: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], **options: Any
+) -> None:
+    """The kernel alone: on a CPU, interpreted."""
+    names = ("aux_hidden_states", "token_ids", "positions", "out_cache_loc")
+    off_step.stage(
+        given=tuple(given[n] for n in names), staged=tuple(staged[n] for n in names), **options
     )
-    aux = torch.randn(num_rows, width + 2, device=DEVICE)[:, 1:-1]
-    staged_aux = torch.full((10, width), 7.0, device=DEVICE)
-    buffers = tuple(torch.full((10,), 7, dtype=torch.int64, device=DEVICE) for _ in indices)
-    off_step.stage(size=size, given=(aux, *indices), staged=(staged_aux, *buffers))
-    assert torch.equal(staged_aux[:num_rows], aux) and (staged_aux[num_rows:] == 7).all()
-    for source, buffer in zip(indices, buffers, strict=True):
-        assert buffer[:num_rows].tolist() == source.tolist()
-        assert (buffer[size:] == 7).all()
-    assert (buffers[-1][num_rows:size] == -1).all()

@@ -236,14 +236,19 @@ def assert_same_drafts(recording: Recording, never: Recording) -> None:
 
 
 @pytest.mark.skipif(SGLANG != "0.5.23", reason="the same on every release")
-@pytest.mark.parametrize(
-    "case", ["chunked prefill", "radix reuse", "retraction", "overlap, join and finish"]
-)
-def test_a_draft_step_that_waits_is_written_before_it_is_needed(case: str) -> None:
-    recording = run(case, script=SCRIPTS["every other step"], waiting=True)
-    assert recording.off_steps
+@pytest.mark.parametrize("max_rows", [3, 11])
+@pytest.mark.parametrize("case", ["retraction", "overlap, join and finish"])
+def test_any_size_of_a_block_writes_the_same(case: str, max_rows: int) -> None:
+    """Steps of more rows are written at once, others when a block is full or requests change."""
+    recording = run(case, script=SCRIPTS["eight steps"], max_rows=max_rows)
+    assert max(recording.rows_written, default=0) <= max_rows
     assert_same_tokens(recording, without_speculation(case), frozenset())
     assert_same_drafts(recording, never_off(case))
+
+
+@pytest.mark.skipif(SGLANG != "0.5.23", reason="the same on every release")
+def test_steps_of_the_same_requests_are_written_together() -> None:
+    assert 32 in run_off("four", "eight steps").rows_written  # eight steps of four requests
 
 
 def test_proposals_after_a_flip_were_compared() -> None:

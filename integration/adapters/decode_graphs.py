@@ -1,20 +1,15 @@
-"""CUDA graphs of the target's plain decode with its aux hidden states, beside the verify graphs.
-
-Large ones also write the draft step before, on a branch of their own (`bindings/graph.py`).
-"""
+"""CUDA graphs of the target's plain decode with its aux hidden states, beside the verify graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
 from pkgutil import resolve_name
 from typing import Any
 
-from ...bindings.graph import DraftStepGraphRunner
 from ..fallback import FusedFallback
 from ..symbols import Attributes, Call, Symbol
 
@@ -28,34 +23,22 @@ class RunnerNames:
     Args:
         attribute: the model runner's attribute that holds it.
         target: the dotted path of its class.
-        capture, size: the method that captures a size, and its first parameter; the second is the
-            model's forward.
-        load: the method that prepares a replay, after which `bs` is the size.
         flag: the server flag for its largest batch.
     """
 
     attribute: str
     target: str
-    capture: str
-    size: str
-    load: str
     flag: str
 
 
 DECODE_RUNNER = RunnerNames(
     attribute="decode_cuda_graph_runner",
     target="sglang.srt.model_executor.runner.DecodeCudaGraphRunner",
-    capture="capture_one_shape",
-    size="size",
-    load="load_batch",
     flag="--cuda-graph-max-bs-decode",
 )
 CUDA_RUNNER = RunnerNames(  # 0.5.12.post1
     attribute="graph_runner",
     target="sglang.srt.model_executor.cuda_graph_runner.CudaGraphRunner",
-    capture="capture_one_batch_size",
-    size="bs",
-    load="replay_prepare",
     flag="--cuda-graph-max-bs",
 )
 
@@ -75,9 +58,7 @@ def _symbols(names: RunnerNames) -> tuple[Symbol, ...]:
             "attn_backend speculative_num_steps speculative_num_draft_tokens",
         ),
         Call(f"{names.target}.get_spec_info", "num_tokens"),
-        Call(f"{names.target}.{names.capture}", f"{names.size} forward"),
-        Call(f"{names.target}.{names.load}", "forward_batch"),
-        Attributes(names.target, "capture_bs capture_hidden_mode bs"),
+        Attributes(names.target, "capture_bs capture_hidden_mode"),
         Attributes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm", "NONE"),
         Call("sglang.srt.utils.get_available_gpu_memory", "device gpu_id"),
     )
@@ -116,14 +97,14 @@ class DecodeGraphs:
 
 
 def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> DecodeGraphs:
-    """Capture the plain decode of the target, and the fused draft step into `fallback`.
+    """Capture the plain decode of the target, and the writes of the draft's KV.
 
     Sizes are those that SGLang captures for a server without speculation. Where capture fails, off
     mode runs eagerly and a warning says why.
 
     Args:
         model_runner: the target's, after SGLang captured its own graphs.
-        fallback: gets the graphs of the draft step.
+        fallback: whose writer captures its graphs.
         names: of this release.
     """
     eager = DecodeGraphs(None, None, "eager, no CUDA graphs", names.attribute)
@@ -136,10 +117,10 @@ def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> D
 
     began, free = time.monotonic(), free_gb()
     try:
-        runner, attn_backend = _capture_plain_decode(model_runner, fallback, names)
+        runner, attn_backend = _capture_plain_decode(model_runner, names)
+        fallback.writer.capture()
     except Exception as error:  # out of memory comes as several types, SGLang's own among them
         logger.warning("fused fallback: off mode runs eagerly, its capture failed: %s", error)
-        fallback.graphs = None
         return eager
     largest, cap = max(runner.capture_bs), model_runner.req_to_token_pool.size
     if largest < cap:
@@ -155,51 +136,21 @@ def capture(model_runner: Any, fallback: FusedFallback, names: RunnerNames) -> D
         attn_backend=attn_backend,
         summary=(
             f"{len(runner.capture_bs)} graphs up to {largest} requests, {free - free_gb():.2f} GB, "
-            f"{fallback.graphs.memory_bytes / 1e9:.2f} GB of it the draft step's own, "
+            f"{fallback.writer.memory_bytes / 1e9:.2f} GB for writing the draft's KV, "
             f"{time.monotonic() - began:.1f} s"
         ),
         attribute=names.attribute,
     )
 
 
-def _capture_plain_decode(
-    model_runner: Any, fallback: FusedFallback, names: RunnerNames
-) -> tuple[Any, Any]:
+def _capture_plain_decode(model_runner: Any, names: RunnerNames) -> tuple[Any, Any]:
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    base = resolve_name(names.target)
+    class PlainDecodeGraphRunner(resolve_name(names.target)):
+        def get_spec_info(self, num_tokens: int) -> None:
+            self.capture_hidden_mode = CaptureHiddenMode.FULL
 
-    def get_spec_info(self: Any, num_tokens: int) -> None:
-        self.capture_hidden_mode = CaptureHiddenMode.FULL
-
-    def capture(self: Any, size: int, forward: Callable[..., Any], *args: Any) -> Any:
-        if fallback.graphs is None:
-            fallback.graphs = DraftStepGraphRunner(
-                layer=fallback.layer,
-                batch_sizes=self.capture_bs,
-                kept_hidden_states=fallback.kept_hidden_states,
-                with_input_embeds=fallback.layer.embed_tokens is None,
-                **fallback.pool.as_kwargs(),
-            )
-
-        @wraps(forward)
-        def beside_draft_step(*args: Any, **kwargs: Any) -> Any:
-            with fallback.graphs.beside(size):
-                return forward(*args, **kwargs)
-
-        return getattr(base, names.capture)(self, size, beside_draft_step, *args)
-
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loaded = getattr(base, names.load)(self, *args, **kwargs)
-        fallback.graphs.before_replay(self.bs)
-        return loaded
-
-    runner_class = type(
-        "PlainDecodeGraphRunner",
-        (base,),
-        {"get_spec_info": get_spec_info, names.capture: capture, names.load: load},
-    )
     # It shares the workspace that all backends of this process share: they run one after another.
     attn_backend = model_runner._get_attention_backend()
     with swapped(
@@ -208,7 +159,7 @@ def _capture_plain_decode(
         attn_backend=attn_backend,
         **{names.attribute: None},
     ):
-        runner = runner_class(
+        runner = PlainDecodeGraphRunner(
             model_runner,
             attn_backend=attn_backend,
             speculative_num_steps=0,

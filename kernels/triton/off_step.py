@@ -1,4 +1,4 @@
-"""The small copies around an off step's two graphs, one launch each instead of one per tensor."""
+"""The small copies around an off step's target graph, one launch each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 BLOCK, BLOCK_WIDE = 128, 4096  # elements of a program (arbitrary)
+# Numbers that differ from step to step are not specialised: each kind would compile while serving.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def decode_inputs_kernel(
     bonus_tokens_ptr,  # [rows]
     seq_lens_ptr,  # [rows]
@@ -34,39 +35,36 @@ def decode_inputs_kernel(
     tl.store(new_seq_lens_ptr + row, seq_len + 1, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["at"])
 def stage_kernel(
     aux_ptr,  # [rows, width]
     stride_aux,
     tokens_ptr,  # [rows]
-    seq_lens_ptr,  # [rows]
-    requests_ptr,  # [rows]
+    positions_ptr,  # [rows]
     slots_ptr,  # [rows]
-    staged_aux_ptr,  # [size, width] (output)
-    staged_tokens_ptr,  # [size] (output)
-    staged_seq_lens_ptr,  # [size] (output)
-    staged_requests_ptr,  # [size] (output)
-    staged_slots_ptr,  # [size] (output) -1 from `num_rows` on
-    num_rows,
+    requests_ptr,  # [rows]
+    staged_aux_ptr,  # [max_rows, width] (output from row `at`)
+    staged_tokens_ptr,  # [max_rows] int64 (output from row `at`)
+    staged_positions_ptr,  # [max_rows] int64 (output from row `at`)
+    staged_slots_ptr,  # [max_rows] int64 (output from row `at`)
+    kept_ptr,  # [max_requests, width] (output)
+    stride_kept,
+    at,
     width,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    live = row < num_rows
+    request = tl.load(requests_ptr + row).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    mask = live & (column < width)
+    mask = column < width
     aux = tl.load(aux_ptr + row * stride_aux + column, mask=mask)
-    tl.store(staged_aux_ptr + row * width + column, aux, mask=mask)
+    tl.store(staged_aux_ptr + (at + row) * width + column, aux, mask=mask)
+    tl.store(kept_ptr + request * stride_kept + column, aux, mask=mask)
     if block == 0:
-        token = tl.load(tokens_ptr + row, mask=live, other=0)
-        seq_len = tl.load(seq_lens_ptr + row, mask=live, other=0)
-        request = tl.load(requests_ptr + row, mask=live, other=0)
-        slot = tl.load(slots_ptr + row, mask=live, other=-1)
-        tl.store(staged_tokens_ptr + row, token.to(tl.int64))
-        tl.store(staged_seq_lens_ptr + row, seq_len.to(staged_seq_lens_ptr.dtype.element_ty))
-        tl.store(staged_requests_ptr + row, request.to(tl.int64))
-        tl.store(staged_slots_ptr + row, slot.to(tl.int64))
+        tl.store(staged_tokens_ptr + at + row, tl.load(tokens_ptr + row).to(tl.int64))
+        tl.store(staged_positions_ptr + at + row, tl.load(positions_ptr + row).to(tl.int64))
+        tl.store(staged_slots_ptr + at + row, tl.load(slots_ptr + row).to(tl.int64))
 
 
 def decode_inputs(
@@ -97,20 +95,29 @@ def decode_inputs(
 
 def stage(
     *,
-    size: int,
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    staged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    staged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    at: int,
+    req_pool_indices: torch.Tensor,
+    kept_hidden_states: torch.Tensor,
 ) -> None:
-    """Copy a batch into static buffers of `size` rows or more, which it pads.
+    """As `bindings.off_step.stage`, on a GPU, without embeddings.
 
     Args:
-        size: rows of the graph that reads them, at least those given.
-        given: aux hidden states [rows, width], of which rows may be strided, then tokens, lengths,
-            request rows and slots, [rows] integers of any width.
-        staged: the buffers in the same order; of rows that are not given the slot becomes -1.
+        given: aux hidden states, tokens, positions and slots.
+        staged: the buffers in the same order.
     """
     aux = given[0]
     num_rows, width = aux.shape
-    stage_kernel[(size, triton.cdiv(width, BLOCK_WIDE))](
-        aux, aux.stride(0), *given[1:], *staged, num_rows, width, BLOCK=BLOCK_WIDE
+    stage_kernel[(num_rows, triton.cdiv(width, BLOCK_WIDE))](
+        aux,
+        aux.stride(0),
+        *given[1:],
+        req_pool_indices,
+        *staged,
+        kept_hidden_states,
+        kept_hidden_states.stride(0),
+        at,
+        width,
+        BLOCK=BLOCK_WIDE,
     )
