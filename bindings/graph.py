@@ -172,8 +172,10 @@ class DraftKVWriter:
 
         With graphs nothing allocates, and nothing synchronises with the host.
         """
-        if not self.num_rows:
-            return
+        if self.num_rows:
+            self._write_block()
+
+    def _write_block(self) -> None:
         if self._graphs:
             self._graphs[self.sizes[bisect_left(self.sizes, self.num_rows)]].replay()
         else:

@@ -15,11 +15,12 @@ config.json alone.
 A run sends `concurrency` requests at once, `--output-len` tokens each, behind one of `--lead-len`
 tokens: while the server reads that, all of them arrive. Otherwise chance would decide how they fall
 into prefill batches, which is worth some per cent. `tok_s` is output tokens over the time from when
-the first of all was done. `tpot_ms` is the time per output token of the decode steps alone: from
-the arrival of the last first token, when all prefill is done, to a request's last token, over the
-tokens in between, mean over the requests; unlike a difference to a run of prefill alone it has
-the noise of one run, not of two. A run in which a request ended before another's first token came
-is taken again.
+the first of all was done. `prefill_ms` is from then to the arrival of the last first token, and
+`tpot_ms` the time per output token of the decode steps alone: from a request's first chunk of
+tokens after that to its last token, over the tokens in between, mean over the requests. The step
+between the two is in neither: what it lasts depends on when the client hears of the first tokens,
+by as much as 1 % of 128 steps. A run in which a request ended before another's first token came is
+taken again.
 
 In each repeat every mode has the same prompts, and the order of the modes alternates. Ratios are
 taken within a repeat; the median over the repeats and their range are reported. A ratio above 1 is
@@ -42,7 +43,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import envelope_report, prompt_sets
 from .serving import (
@@ -189,13 +190,25 @@ def prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
     )
 
 
-def rates(timings: list[Timing]) -> tuple[float, float]:
-    """Tokens per second of the whole run, and milliseconds per output token of decoding alone."""
+class Rates(NamedTuple):
+    """Of one run: tokens per second of all, and milliseconds of its two parts."""
+
+    tok_s: float
+    tpot_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+def rates(timings: list[Timing]) -> Rates:
+    """See the module's text."""
     tokens = sum(timing.tokens for timing in timings)
-    seconds = max(t.last for t in timings) - min(t.begin for t in timings)
-    decoding = max(timing.first for timing in timings)
-    per_token = [(t.last - decoding) / max(t.tokens - 1, 1) for t in timings]
-    return tokens / seconds, 1e3 * statistics.mean(per_token)
+    begin, decoding = min(t.begin for t in timings), max(t.first for t in timings)
+    seconds = max(t.last for t in timings) - begin
+    per_token = []
+    for timing in timings:
+        later = (chunk for chunk in timing.chunks[:-1] if chunk[0] > decoding)
+        since, had = next(later, (decoding, timing.chunks[0][1]))
+        per_token.append((timing.last - since) / max(timing.tokens - had, 1))
+    return Rates(tokens / seconds, 1e3 * statistics.mean(per_token), 1e3 * (decoding - begin))
 
 
 def together(timings: list[Timing]) -> bool:
@@ -222,8 +235,8 @@ def load(
     return timings
 
 
-Taken = dict[str, list[tuple[float, float]]]
-"""`rates` of each repeat by mode, of servers of one start."""
+Taken = dict[str, list[Rates]]
+"""Of each repeat by mode, of servers of one start."""
 
 
 def measure(
@@ -237,13 +250,14 @@ def measure(
     for repeat in range(WARM_UP, options.repeats):
         batch = prompts(options, concurrency)
         for server in servers if repeat % 2 else servers[::-1]:
-            tok_s, tpot_ms = rates(load(options, server, batch, log))
+            run = rates(load(options, server, batch, log))
             if repeat != WARM_UP:
-                taken[server.spec.mode].append((tok_s, tpot_ms))
+                taken[server.spec.mode].append(run)
             log(
                 f"concurrency {concurrency:4d}  {server.spec.mode:10s} "
                 f"{'warm-up ' if repeat == WARM_UP else f'repeat {repeat}'}  "
-                f"{tok_s:9.0f} tok/s  {tpot_ms:8.3f} ms a token"
+                f"{run.tok_s:9.0f} tok/s  {run.tpot_ms:8.3f} ms a token  "
+                f"prefill {run.prefill_ms:7.1f} ms"
             )
     return taken
 
@@ -267,17 +281,18 @@ def rows_of(
 
 def row(taken: Taken, mode: str) -> dict[str, Any]:
     """Medians and ranges of a mode and of its ratios to the modes beside it."""
-    tok_s, tpot_ms = zip(*taken[mode], strict=True)
-    result = {**middle("tok_s", tok_s, 1), **middle("tpot_ms", tpot_ms, 4)}
+    ours = Rates(*zip(*taken[mode], strict=True))
+    result = {**middle("tok_s", ours.tok_s, 1), **middle("tpot_ms", ours.tpot_ms, 4)}
+    result |= middle("prefill_ms", ours.prefill_ms, 1)
     for other in ("nospec", "static"):
         if other in taken and other != mode:
-            theirs = list(zip(*taken[other], strict=True))
-            result |= middle(f"ratio_{other}", divide(tok_s, theirs[0]), 4)
-            result |= middle(f"tpot_ratio_{other}", divide(theirs[1], tpot_ms), 4)
+            theirs = Rates(*zip(*taken[other], strict=True))
+            result |= middle(f"ratio_{other}", divide(ours.tok_s, theirs.tok_s), 4)
+            result |= middle(f"tpot_ratio_{other}", divide(theirs.tpot_ms, ours.tpot_ms), 4)
     if mode == "threshold" and {"nospec", "static"} <= taken.keys():
         pairs = zip(taken["nospec"], taken["static"], strict=True)
-        best = [max(plain[0], static[0]) for plain, static in pairs]
-        result |= middle("ratio_best", divide(tok_s, best), 4)
+        best = [max(plain.tok_s, static.tok_s) for plain, static in pairs]
+        result |= middle("ratio_best", divide(ours.tok_s, best), 4)
     return result
 
 
@@ -338,9 +353,14 @@ def measure_ramp(
             log(f"ramp {mode:10s} repeat {repeat}  {listed} tok/s, {flips} flips so far")
         rows = []
         for i, concurrency in enumerate(steps):
-            at_step = {mode: [(ramp[i], 1.0) for ramp in ramps] for mode, ramps in taken.items()}
+            at_step = {
+                mode: [Rates(ramp[i], 1.0) for ramp in ramps] for mode, ramps in taken.items()
+            }
             for mode in at_step:
-                figures = {k: v for k, v in row(at_step, mode).items() if "tpot" not in k}
+                of_all = row(at_step, mode)
+                figures = {
+                    k: v for k, v in of_all.items() if "tpot" not in k and "prefill" not in k
+                }
                 rows.append({"ramp_step": i, "concurrency": concurrency, "mode": mode, **figures})
         yield rows
 

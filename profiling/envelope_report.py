@@ -32,6 +32,7 @@ COLUMNS = (
     ("/nospec", "tpot_ratio_nospec", "{:.4f}"),
     ("range", "tpot_ratio_nospec_spread", "{0[0]:.4f}-{0[1]:.4f}"),
     ("/static", "tpot_ratio_static", "{:.4f}"),
+    ("prefill ms", "prefill_ms", "{:.1f}"),
 )
 
 

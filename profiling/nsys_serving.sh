@@ -10,7 +10,7 @@
 #   --capture-range    only the steps between cudaProfilerStart and -Stop, which SGLang's
 #                      /start_profile calls in the scheduler; the start of a server would be GBs
 #   --sample, --cpuctxsw      no sampling of the CPU, which would slow the scheduler's loop
-# Ranges: `off step`, `fused draft step`, `fused draft prefill`, `catch-up` and marks `flip on`,
+# Ranges: `off step`, `fused draft step`, `draft KV write`, `fused draft prefill`, `catch-up`; marks `flip on`,
 # `flip off` (nvtx.py); SGLang's own beside them.
 #
 # How to read it, in nsys-ui: open the scheduler's process, and in it the CUDA HW row. Between two

@@ -25,7 +25,7 @@ STAGES = (
 SERVING = (
     ("off step", "adapter", "_decode_off"),
     ("fused draft step", "fallback", "decode"),
-    ("draft KV write", "writer", "write"),
+    ("draft KV write", "writer", "_write_block"),
     ("fused draft prefill", "fallback", "prefill"),
     ("catch-up", "adapter", "_draft_extend"),
 )

@@ -36,7 +36,8 @@ SLACK_TOKENS = 32  # of KV a request: steps allocate slots before they know what
 # until another ends.
 SLACK_REQUESTS = 8
 LEAD_S = 0.01  # that a request is ahead of others, for the server to begin with it
-NEVER = 1 << 20  # requests or tokens, more than any load
+NEVER = 1 << 20  # requests, more than any load
+CHUNK_TOKENS = 32  # that a request returns at a time, arbitrary; it has the first one alone
 PORTS_PER_SERVER = 1100  # SGLang takes further ports up to 1000 above its own
 TIMEOUT_S = 3600.0  # arbitrary: longer than any start and any load
 SKIP_DRAFT = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
@@ -130,13 +131,27 @@ def refuse(modes: Iterable[str]) -> None:
 class Timing(NamedTuple):
     """One request, seconds of `time.perf_counter` where the client receives.
 
-    `first` is the arrival of the first token, `last` that of the last of `tokens`.
+    Args:
+        begin: when it was sent, or could be worked on.
+        chunks: arrivals, with the tokens that had come by then.
     """
 
     begin: float
-    first: float
-    last: float
-    tokens: int
+    chunks: list[tuple[float, int]]
+
+    @property
+    def first(self) -> float:
+        """The arrival of the first token."""
+        return self.chunks[0][0]
+
+    @property
+    def last(self) -> float:
+        """The arrival of the last token."""
+        return self.chunks[-1][0]
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks[-1][1]
 
 
 class Answer(NamedTuple):
@@ -453,24 +468,23 @@ class Client:
     async def _timed(
         self, prompt: list[int], new_tokens: int, started: Callable[[], None] = lambda: None
     ) -> Timing:
-        begin, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
+        timing = Timing(time.perf_counter(), [])
         async for chunk in self.stream(**greedy(prompt, new_tokens)):
-            last, tokens = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
-            if not first:
-                first = last
+            timing.chunks.append((time.perf_counter(), chunk["meta_info"]["completion_tokens"]))
+            if len(timing.chunks) == 1:
                 started()
-        if tokens != new_tokens:
-            raise RuntimeError(f"{new_tokens} tokens were asked for, {tokens} came")
-        return Timing(begin, first, last, tokens)
+        if timing.tokens != new_tokens:
+            raise RuntimeError(f"{new_tokens} tokens were asked for, {timing.tokens} came")
+        return timing
 
 
 def greedy(prompt: list[int], new_tokens: int) -> dict[str, Any]:
-    """A request for exactly so many tokens, in one chunk for the first and one at the end."""
+    """A request for exactly so many tokens, in few chunks."""
     sampling = {
         "temperature": 0,
         "max_new_tokens": new_tokens,
         "ignore_eos": True,
-        "stream_interval": NEVER,
+        "stream_interval": CHUNK_TOKENS,
     }
     return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
 

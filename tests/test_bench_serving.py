@@ -25,6 +25,7 @@ from fused_fallback.profiling import (
     prompt_sets,
     trace_serving,
 )
+from fused_fallback.profiling.bench_envelope import Rates
 from fused_fallback.profiling.serving import MODES, ServerProcess, Spec, Timing, flags
 from fused_fallback.profiling.trace_serving import EAGER, GRAPH, TARGET
 
@@ -35,20 +36,26 @@ MODELS = ["--model-path", "target", "--draft-model-path", "draft"]
 
 
 def test_rates_leave_prefill_out_of_the_time_per_token() -> None:
-    """Two requests: decoding begins with the second first token, at 3 s."""
-    timings = [Timing(1.0, 2.0, 6.0, 4), Timing(1.0, 3.0, 9.0, 4)]
-    tok_s, tpot_ms = bench_envelope.rates(timings)
-    assert tok_s == pytest.approx(8 / 8.0)
-    assert tpot_ms == pytest.approx(1e3 * (3.0 / 3 + 6.0 / 3) / 2)
+    """Two requests: decoding begins with the second first token, at 3 s.
+
+    One returns a chunk before and one after that, the other nothing but its last token.
+    """
+    one = Timing(1.0, [(2.0, 1), (2.5, 2), (3.5, 3), (6.5, 5)])
+    other = Timing(1.0, [(3.0, 1), (9.0, 4)])
+    run = bench_envelope.rates([one, other])
+    assert run.tok_s == pytest.approx(9 / 8.0)
+    assert run.prefill_ms == pytest.approx(1e3 * 2.0)
+    assert run.tpot_ms == pytest.approx(1e3 * (3.0 / 2 + 6.0 / 3) / 2)
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
     """The machine slows down by half each repeat, and the ratios do not see it."""
-    taken = {
+    measured = {
         "nospec": [(100.0, 10.0), (50.0, 20.0), (25.0, 40.0)],
         "static": [(200.0, 5.0), (100.0, 10.0), (50.0, 20.0)],
         "threshold": [(196.0, 5.0), (98.0, 10.0), (49.0, 20.0)],
     }
+    taken = {mode: [Rates(*run) for run in runs] for mode, runs in measured.items()}
     row = bench_envelope.row(taken, "threshold")
     assert row["tok_s"] == 98.0 and row["tok_s_spread"] == [49.0, 196.0]
     assert row["ratio_nospec"] == 1.96 and row["ratio_nospec_spread"] == [1.96, 1.96]
@@ -60,7 +67,8 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 def test_starts_are_taken_together() -> None:
     options = bench_envelope.parse_args(["--model-path", "t", "--draft-model-path", "d"])
     starts = [
-        {"nospec": [(100.0, 1.0)] * 2, "off": [(rate, 1.0)] * 2} for rate in (98.0, 99.0, 96.0)
+        {"nospec": [Rates(100.0, 1.0)] * 2, "off": [Rates(rate, 1.0)] * 2}
+        for rate in (98.0, 99.0, 96.0)
     ]
     plain, off = bench_envelope.rows_of(options, 8, starts)
     assert off["mode"] == "off" and off["concurrency"] == 8
@@ -72,9 +80,12 @@ def test_starts_are_taken_together() -> None:
 
 
 def test_requests_that_wait_for_others_do_not_run_together() -> None:
-    one, two = Timing(0.0, 1.0, 4.0, 128), Timing(0.0, 2.0, 5.0, 128)
+    one, two, late = (
+        Timing(0.0, [(first, 1), (last, 128)])
+        for first, last in ((1.0, 4.0), (2.0, 5.0), (4.5, 9.0))
+    )
     assert bench_envelope.together([one, two])
-    assert not bench_envelope.together([one, Timing(0.0, 4.5, 9.0, 128)])
+    assert not bench_envelope.together([one, late])
 
 
 def test_ramp() -> None:
@@ -84,7 +95,7 @@ def test_ramp() -> None:
 
 def test_tokens_of_a_ramp_go_to_the_steps_in_which_they_came() -> None:
     """8 tokens over 4 s, of which 1 s is in the first step and 1 s after the last."""
-    timings = [Timing(0.0, 9.0, 13.0, 8), Timing(10.0, 10.0, 11.0, 5)]
+    timings = [Timing(0.0, [(9.0, 1), (13.0, 8)]), Timing(10.0, [(10.0, 1), (11.0, 5)])]
     assert bench_envelope.step_rates([8.0, 10.0, 12.0], timings) == pytest.approx([1.0, 4.5])
 
 
@@ -340,8 +351,8 @@ def test_ranges_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         server.submit("a", encode(PROMPTS["a"]), 24)
         server.drain()
     off = ["off step", "fused draft step", "end of fused draft step", "end of off step"]
-    on = ["flip on", "catch-up", "end of catch-up"]
-    assert seen[1:] == ["flip off", *off * 3, *on]
+    on = ["draft KV write", "end of draft KV write", "catch-up", "end of catch-up"]
+    assert seen[1:] == ["flip off", *off * 3, "flip on", *on]
 
 
 @pytest.fixture(scope="module")
