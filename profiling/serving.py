@@ -404,6 +404,8 @@ class Client:
         """
 
         async def all_at_once() -> list[Timing]:
+            if profile and prefill:
+                await self.start_profile(profile)
             if lead:
                 ahead = asyncio.create_task(self._timed(lead, 1))
                 await asyncio.sleep(LEAD_S)
@@ -416,8 +418,6 @@ class Client:
                 if not waiting:
                     decoding.set()
 
-            if profile and prefill:
-                await self.start_profile(profile)
             tasks = [asyncio.create_task(self._timed(p, new_tokens, started)) for p in prompts]
             if profile and not prefill:
                 await decoding.wait()
