@@ -10,14 +10,14 @@
 #   --capture-range    only the steps between cudaProfilerStart and -Stop, which SGLang's
 #                      /start_profile calls in the scheduler; the start of a server would be GBs
 #   --sample, --cpuctxsw      no sampling of the CPU, which would slow the scheduler's loop
-# Ranges: `off step`, `fused draft step`, `draft KV write`, `fused draft prefill`, `catch-up`; marks `flip on`,
-# `flip off` (nvtx.py); SGLang's own beside them.
+# Ranges: `off step`, `fused draft step`, `draft KV write`, `fused draft prefill`, `catch-up`; marks
+# `flip on`, `flip off` (nvtx.py); SGLang's own beside them.
 #
 # How to read it, in nsys-ui: open the scheduler's process, and in it the CUDA HW row. Between two
-# runs of the target's graph there should be nothing but SGLang's sampler, copies and the draft step;
-# white space there is the CPU being late: look for the NVTX range above it that is longer than a
-# step. From 64 requests on the draft step is a branch of the target's graph instead. A `catch-up`
-# stands once behind each `flip on`. As text:
+# runs of the target's graph there should be nothing but SGLang's sampler, copies and one kernel of the
+# draft step; white space there is the CPU being late: look for the NVTX range above it that is longer
+# than a step. A `draft KV write` stands before every prefill and where 512 rows wait, a `catch-up`
+# once behind each `flip on`. As text:
 #   nsys stats --report nvtx_gpu_proj_sum,nvtx_sum,cuda_gpu_kern_sum REPORT.nsys-rep
 # GPU projections of the ranges first, then their CPU times, then kernels by total time.
 set -e

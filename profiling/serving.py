@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from select import select
 from typing import Any, NamedTuple
@@ -504,6 +505,14 @@ class EngineClient(Client):
     async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
         async for chunk in await self._engine.async_generate(**request):
             yield chunk
+
+    async def start_profile(self, arguments: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        start = self._engine.tokenizer_manager.start_profile
+        if "req" in signature(start).parameters:  # not in 0.5.12.post1
+            arguments = {"req": ProfileReq(**arguments)}
+        await start(**arguments)
 
 
 class HttpClient(Client):

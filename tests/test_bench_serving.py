@@ -402,6 +402,18 @@ def test_envelope_of_real_servers(bench_arguments: list[str], tmp_path: Path) ->
     assert "off        start" in printed and "warm-up" in printed
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a trace without kernels of a GPU")
+def test_a_trace_without_a_gpu_is_refused(bench_arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fused_fallback.profiling.trace_serving", *bench_arguments]
+    options = ["--modes", "nospec", "--concurrency", "2", "--output-len", "16", "--steps", "4"]
+    where = ["--through", "engine", "--keep", tmp_path, "--out", tmp_path / "trace.json"]
+    command += [*options, *where]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    (trace,) = tmp_path.rglob("*.trace.json.gz")
+    assert ended.returncode == 1
+    assert f"{trace} holds no whole decode step in a CUDA graph: is there a GPU?" in ended.stderr
+
+
 @pytest.mark.slow
 def test_flips_of_a_real_server(bench_arguments: list[str], tmp_path: Path) -> None:
     _, result = run(
