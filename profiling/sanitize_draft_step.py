@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..bindings.graph import DraftKVWriter
 from ..integration.demo.checkout import commit
 from ..kernels.float8 import quantize_layer
 from .bench_draft_step import write_record
@@ -32,6 +33,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 CASES = {  # backend, float8 weights, rows, and which kernels run
     "split in CUDA, 9 rows": ("auto", False, 9, "prepare, split_k.cu, hidden_norm, store"),
     "split in CUDA, 70 rows": ("auto", False, 70, "the same"),
+    "two steps of a block": ("auto", False, 10, "stage, and the same"),
     "split in Triton": ("triton", False, 9, "prepare, split_k, hidden_norm, store"),
     "split in Triton, float8 weights": ("triton", True, 9, "the same, widening"),
     "library": ("auto", False, 130, "prepare, cuBLAS, hidden_norm, store"),
@@ -57,7 +59,7 @@ def drive(case: str) -> None:
     moved = {k: v.cuda() for k, v in weights.items() if isinstance(v, torch.Tensor)}
     on_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in step.items()}
     on_gpu["layer"] = replace(step["layer"], **moved)
-    write(on_gpu, backend)
+    (write_block if "block" in case else write)(on_gpu, backend)
     write(step, "torch")
     for name in ("k_buffer", "v_buffer"):
         ours, exact = on_gpu[name].cpu().double(), step[name].double()
@@ -65,6 +67,18 @@ def drive(case: str) -> None:
         limit = 0.1 if float8 else 0.02
         assert error < limit, f"{name} is off by {error:.3f}"
     print("drive: K and V agree with the reference")
+
+
+def write_block(step: dict[str, Any], backend: str) -> None:
+    """The same rows, as two steps that waited for each other."""
+    rows = step["out_cache_loc"].shape[0]
+    requests = list(range(rows // 2))
+    names = ("layer", "kept_hidden_states", "k_buffer", "v_buffer")
+    writer = DraftKVWriter(**{name: step[name] for name in names}, max_rows=rows, backend=backend)
+    names = ("aux_hidden_states", "next_token_ids", "seq_lens", "req_pool_indices", "out_cache_loc")
+    for part in (slice(0, rows // 2), slice(rows // 2, rows)):
+        writer.stage(**{name: step[name][part] for name in names}, requests=requests)
+    writer.write()
 
 
 def verdict(output: str, code: int | None) -> str:
