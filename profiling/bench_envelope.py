@@ -60,7 +60,7 @@ from .serving import (
 )
 
 FREE_GB = 2.0  # to be left when another server is started, arbitrary
-WARM_UP = -1  # the number of the repeat that is not counted
+WARM_UP = -1  # the number of the repeat that is not counted, of loads and ramps
 SEEDS = itertools.count(1)
 TRIES = 3  # of a run, for all requests to run together; arbitrary
 
@@ -255,11 +255,15 @@ def measure(
                 taken[server.spec.mode].append(run)
             log(
                 f"concurrency {concurrency:4d}  {server.spec.mode:10s} "
-                f"{'warm-up ' if repeat == WARM_UP else f'repeat {repeat}'}  "
+                f"{name_of(repeat)}  "
                 f"{run.tok_s:9.0f} tok/s  {run.tpot_ms:8.3f} ms a token  "
                 f"prefill {run.prefill_ms:7.1f} ms"
             )
     return taken
+
+
+def name_of(repeat: int) -> str:
+    return "warm-up " if repeat == WARM_UP else f"repeat {repeat}"
 
 
 def rows_of(
@@ -334,7 +338,7 @@ def measure_ramp(
     """Yield the rows so far after each repeat of the ramp: one for each step and mode."""
     steps = ramp_steps(max(options.concurrency))
     taken: dict[str, list[list[float]]] = {server.spec.mode: [] for server in servers}
-    for repeat in range(options.ramps):
+    for repeat in range(WARM_UP, options.ramps):
         seed = next(SEEDS)
         for server in servers if repeat % 2 else servers[::-1]:
             mode = server.spec.mode
@@ -347,10 +351,14 @@ def measure_ramp(
                 vocab_size=vocab_size(options),
                 seed=seed,
             )
-            taken[mode].append(step_rates(begins, [Timing(*timing) for timing in timings]))
+            found = step_rates(begins, [Timing(*timing) for timing in timings])
+            if repeat != WARM_UP:
+                taken[mode].append(found)
             flips = (server.state() or {}).get("flips", "no")
-            listed = " ".join(f"{rate:.0f}" for rate in taken[mode][-1])
-            log(f"ramp {mode:10s} repeat {repeat}  {listed} tok/s, {flips} flips so far")
+            listed = " ".join(f"{rate:.0f}" for rate in found)
+            log(f"ramp {mode:10s} {name_of(repeat)}  {listed} tok/s, {flips} flips so far")
+        if repeat == WARM_UP:
+            continue
         rows = []
         for i, concurrency in enumerate(steps):
             at_step = {
@@ -408,7 +416,7 @@ def main() -> None:
                     rows = rows_of(options, concurrency, starts)
                     keep(rows, "rows")
                     log(envelope_report.table(rows))
-                if start == options.starts - 1:
+                if options.ramps and start == options.starts - 1:
                     for rows in measure_ramp(options, group, log):
                         keep(rows, "ramp")
         finally:
