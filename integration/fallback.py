@@ -139,6 +139,33 @@ class FusedFallback:
         return {"off": policy.off, **counters}
 
     @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile at the start what the first steps off would; writes into no slot."""
+        weight = self.layer.hidden_norm
+        nothing = weight.new_zeros(1, dtype=torch.int64)
+        has_table = self.layer.embed_tokens is not None
+        row = {
+            "aux_hidden_states": weight.new_zeros(1, self.kept_hidden_states.shape[1]),
+            "out_cache_loc": nothing - 1,
+            "req_pool_indices": nothing,
+            "requests": [0],
+            "input_embeds": None if has_table else weight.new_zeros(1, self.layer.hidden_size),
+        }
+        for dtype in (torch.int32, torch.int64):  # of sampled tokens, by SGLang's sampling backend
+            tokens = nothing.to(dtype)
+            self.decode(next_token_ids=tokens, seq_lens=nothing, **row)
+            self.prefill(
+                token_ids=nothing,
+                positions=nothing,
+                last_rows=nothing,
+                next_token_ids=tokens,
+                **row,
+            )
+            self.write()
+        self.settle([0])
+        self.statistics = Statistics()
+
+    @torch.no_grad()
     def decode(
         self,
         *,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from draft_step_cases import Case, make_step
@@ -47,3 +49,19 @@ def test_a_long_prefill_is_written_in_parts(
     kept = parts.kept_hidden_states
     assert torch.equal(kept[requests], step["aux_hidden_states"][last_rows])
     assert parts.pending([4, 0, 2, 1]) == [True, True, True, False]
+
+
+@pytest.mark.parametrize("with_table", [True, False])
+def test_warming_up_leaves_nothing(with_table: bool) -> None:
+    step = make_step(Case(dtype=torch.float32), 1)
+    layer = step["layer"] if with_table else replace(step["layer"], embed_tokens=None)
+    pool = fallback.DraftPool(step["k_buffer"].clone(), step["v_buffer"].clone())
+    fused = fallback.FusedFallback(
+        policy=FallbackPolicy(FallbackArguments()), layer=layer, pool=pool, max_requests=2, topk=1
+    )
+    before = fused.state()
+    fused.warm_up()
+    assert torch.equal(pool.k_buffer, step["k_buffer"])
+    assert torch.equal(pool.v_buffer, step["v_buffer"])
+    assert not fused.kept_hidden_states.any() and not fused.writer.num_rows
+    assert fused.state() == before and fused.pending([0, 1]) == [False, False]

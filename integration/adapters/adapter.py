@@ -72,6 +72,7 @@ class Adapter(ABC):
             max_requests=self.req_to_token.shape[0],
             topk=worker.topk,
         )
+        self.fallback.warm_up()
         self.graphs = decode_graphs.capture(self.target, self.fallback, self.graph_runner)
 
     # ---- before the start

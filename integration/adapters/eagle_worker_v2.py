@@ -56,6 +56,14 @@ class EagleWorkerV2(Adapter):
     def __init__(self, worker: Any, arguments: FallbackArguments) -> None:
         super().__init__(worker, arguments)
         self._ones = self.req_to_token.new_ones(self.req_to_token.shape[0], dtype=torch.int32)
+        row = self._ones.new_zeros(1, dtype=torch.int64)
+        for tokens in (row.int(), row):  # compiles it
+            decode_inputs(
+                bonus_tokens=tokens,
+                seq_lens=row,
+                req_pool_indices=row,
+                req_to_token=self.req_to_token,
+            )
 
     @property
     def hooked(self) -> tuple[Any, ...]:
