@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,44 @@ def test_warming_up_leaves_nothing(with_table: bool) -> None:
     assert torch.equal(pool.v_buffer, step["v_buffer"])
     assert not fused.kept_hidden_states.any() and not fused.writer.num_rows
     assert fused.state() == before and fused.pending([0, 1]) == [False, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a compiler")
+@pytest.mark.parametrize("tokens", [torch.int32, torch.int64])
+def test_nothing_is_compiled_after_the_start(
+    tokens: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    step = make_step(Case(hidden=512, target=512), 300, device="cuda")
+    fused = fallback.FusedFallback(
+        policy=FallbackPolicy(FallbackArguments()),
+        layer=step["layer"],
+        pool=fallback.DraftPool(step["k_buffer"], step["v_buffer"]),
+        max_requests=300,
+        topk=1,
+    )
+    fused.warm_up()
+    fused.writer.capture()
+    compiled: list[str] = []
+
+    def note(*, fn: Any, **_: Any) -> None:
+        compiled.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    for rows in (1, 5, 16, 37, 300):
+        part = {name: step[name][:rows] for name in ("aux_hidden_states", "out_cache_loc")}
+        indices = torch.arange(rows, device="cuda")
+        part |= {"req_pool_indices": indices, "requests": list(range(rows))}
+        sampled = step["next_token_ids"][:rows].to(tokens)
+        for _ in range(3):
+            fused.decode(next_token_ids=sampled, seq_lens=step["seq_lens"][:rows], **part)
+        fused.write()
+        fused.prefill(
+            token_ids=step["next_token_ids"][:rows],
+            positions=step["seq_lens"][:rows],
+            last_rows=indices,
+            next_token_ids=sampled,
+            **part,
+        )
+    assert not compiled
