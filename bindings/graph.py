@@ -24,9 +24,7 @@ LEAST_ROWS = 8  # of a graph: fewer take as long, since the time goes into readi
 class DraftKVWriter:
     """Keeps the rows of decode steps, and writes their K and V together.
 
-    A block holds steps of one set of requests only: a slot changes hands when a request leaves, so
-    no two rows of a block have the same slot. Works without graphs, on a CPU too; `capture` adds
-    them.
+    Works without graphs, on a CPU too; `capture` adds them.
 
     Attributes:
         max_rows: rows of a block.
@@ -61,7 +59,6 @@ class DraftKVWriter:
             raise ValueError(f"max_rows must be positive, got {max_rows}")
         self.max_rows, self.num_rows = max_rows, 0
         self.kept_hidden_states = kept_hidden_states
-        self._requests: list[int] = []
         device = k_buffer.device
 
         def indices(fill: int) -> torch.Tensor:
@@ -124,30 +121,28 @@ class DraftKVWriter:
         seq_lens: torch.Tensor,
         req_pool_indices: torch.Tensor,
         out_cache_loc: torch.Tensor,
-        requests: list[int],
         input_embeds: torch.Tensor | None = None,
     ) -> None:
         """Take a step of one row a request: keep its aux states, and its rows for the next write.
 
-        What waits is written first where it is other requests', or where the block is full.
+        What waits is written first where the block is full. A row that waits for a slot given here
+        will not be written: its request has left, and the slot is another's now.
 
-        Args:
-            requests: `req_pool_indices` as host integers.
-            others: as in `ops.fused_draft_step`, the aux states packed. They may be overwritten or
-                freed by what follows on the current stream.
+        Args: as in `ops.fused_draft_step`, the aux states packed. They may be overwritten or freed
+            by what follows on the current stream.
 
         Raises:
             ValueError: more rows than a block has, arguments of different lengths, or embeddings
                 where the layer has a table, or none where it has none.
         """
-        num_rows = len(requests)
+        num_rows = req_pool_indices.shape[0]
         if not self.takes(num_rows):
             raise ValueError(f"{num_rows} rows exceed max_rows {self.max_rows}")
         if (input_embeds is None) == ("input_embeds" in self._rows):
             got = "none" if input_embeds is None else "some"
             table = "no embedding table" if input_embeds is None else "an embedding table"
             raise ValueError(f"the layer has {table}, got {got} for input_embeds")
-        if requests != self._requests or self.num_rows + num_rows > self.max_rows:
+        if self.num_rows + num_rows > self.max_rows:
             self.write()
         given = {
             "aux_hidden_states": aux_hidden_states,
@@ -164,7 +159,6 @@ class DraftKVWriter:
             req_pool_indices=req_pool_indices,
             kept_hidden_states=self.kept_hidden_states,
         )
-        self._requests = requests
         self.num_rows += num_rows
 
     def write(self) -> None:

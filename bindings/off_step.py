@@ -55,12 +55,14 @@ def stage(
 ) -> None:
     """Copy a step's rows into static buffers, and its aux hidden states to the requests' own.
 
+    An earlier row of a slot that is given again gets slot -1: its request has left.
+
     Args:
         given: `aux_hidden_states` [num_rows, num_aux * H_target], whose rows may be strided,
             `token_ids`, `positions` and `out_cache_loc`, [num_rows] int32 or int64, and maybe
             `input_embeds` [num_rows, H].
         staged: buffers of the same names with more rows, the indices int64; written from row `at`.
-        at: the first row.
+        at: the first row; the rows before it wait.
         req_pool_indices: [num_rows] int32 or int64, different rows of `kept_hidden_states`.
         kept_hidden_states: [max_requests, num_aux * H_target], written.
 
@@ -78,6 +80,8 @@ def stage(
     rows = slice(at, at + num_rows)
     if not kept_hidden_states.is_cuda:
         kept_hidden_states[req_pool_indices.long()] = given["aux_hidden_states"]
+        taken = torch.isin(staged["out_cache_loc"][:at], given["out_cache_loc"])
+        staged["out_cache_loc"][:at][taken] = -1
         for name, tensor in given.items():
             staged[name][rows] = tensor
         return

@@ -197,7 +197,7 @@ class FusedFallback:
             "input_embeds": input_embeds,
         }
         if self.writer.takes(len(requests)):
-            self.writer.stage(**rows, requests=requests)
+            self.writer.stage(**rows)
         else:  # so many rows have nothing to gain by waiting for more
             self.writer.write()
             fused_draft_step(

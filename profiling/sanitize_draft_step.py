@@ -72,12 +72,11 @@ def drive(case: str) -> None:
 def write_block(step: dict[str, Any], backend: str) -> None:
     """The same rows, as two steps that waited for each other."""
     rows = step["out_cache_loc"].shape[0]
-    requests = list(range(rows // 2))
     names = ("layer", "kept_hidden_states", "k_buffer", "v_buffer")
     writer = DraftKVWriter(**{name: step[name] for name in names}, max_rows=rows, backend=backend)
     names = ("aux_hidden_states", "next_token_ids", "seq_lens", "req_pool_indices", "out_cache_loc")
     for part in (slice(0, rows // 2), slice(rows // 2, rows)):
-        writer.stage(**{name: step[name][part] for name in names}, requests=requests)
+        writer.stage(**{name: step[name][part] for name in names})
     writer.write()
 
 

@@ -42,21 +42,20 @@ def writer_of(pool: dict[str, Any], *, layer: Any = LAYER, captured: bool = Fals
 
 
 def inputs(requests: list[int], step: int) -> dict[str, Any]:
-    """Step number `step` of these requests: each has `STEPS` slots of its own."""
+    """Step number `step` of these requests: `STEPS` slots each, the same for r and r + 21."""
     made = make_step(CASE, len(requests), layer=LAYER, device=DEVICE, seed=step)
     rows = torch.tensor(requests, device=DEVICE)
     made["req_pool_indices"] = rows
     made["out_cache_loc"] = rows * STEPS % 294 + step % STEPS
-    return {**{name: made[name] for name in INPUTS}, "requests": requests}
+    return {name: made[name] for name in INPUTS}
 
 
 def eagerly(pool: dict[str, Any], step: dict[str, Any]) -> None:
-    rows = {name: step[name] for name in INPUTS}
     ops.fused_draft_step(
         layer=LAYER,
-        bonus_tokens=torch.empty_like(rows["next_token_ids"], dtype=torch.int32),
-        new_seq_lens=torch.empty_like(rows["seq_lens"]),
-        **rows,
+        bonus_tokens=torch.empty_like(step["next_token_ids"], dtype=torch.int32),
+        new_seq_lens=torch.empty_like(step["seq_lens"]),
+        **step,
         **pool,
     )
 
@@ -73,32 +72,30 @@ def assert_written(pool: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_batches_that_change_are_written_as_if_each_at_once(
     pool: dict[str, Any], captured: bool
 ) -> None:
-    """Requests leave and join; blocks fill up; the caller overwrites what it gave."""
+    """Requests leave, their slots become others'; blocks fill up; what was given is overwritten."""
     eager = {name: tensor.clone() for name, tensor in pool.items()}
     writer = writer_of(pool, captured=captured)
-    batches = ([3], [3, 5, 7], [7, 5, 3], [5], list(range(20)), [1])
+    batches = ([3], [3, 5, 7], [7, 5, 3], [5], list(range(20)), [24])
     for batch in batches:
         for step in range(STEPS):
             given = inputs(batch, step)
             eagerly(eager, given)
             writer.stage(**given)
-            for name in INPUTS:
-                given[name].fill_(0)
-    assert writer.num_rows == STEPS  # of the last request
+            for tensor in given.values():
+                tensor.fill_(0)
+    assert writer.num_rows == 4 * 20 + STEPS  # those of request 3 wait for slots that 24 has now
     writer.write()
     assert writer.num_rows == 0
     assert_written(pool, eager)
 
 
-def test_rows_are_written_when_requests_change_and_when_a_block_is_full(
-    pool: dict[str, Any],
-) -> None:
+def test_rows_wait_until_a_block_is_full(pool: dict[str, Any]) -> None:
     writer = writer_of(pool)
     waiting = []
     for batch in ([1, 2], [1, 2], [2, 1], [2], *[list(range(MAX_REQUESTS))] * 5):
         writer.stage(**inputs(batch, 0))
         waiting.append(writer.num_rows)
-    assert waiting == [2, 4, 2, 1, 40, 80, 120, 160, 40]
+    assert waiting == [2, 4, 6, 7, 47, 87, 127, 40, 80]
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=needs_gpu)])
@@ -168,7 +165,7 @@ def test_what_does_not_fit_is_named(pool: dict[str, Any]) -> None:
     writer = writer_of(pool)
     given = inputs([1, 2, 3], 0)
     with pytest.raises(ValueError, match="161 rows exceed max_rows 160"):
-        writer.stage(**{**given, "requests": list(range(161))})
+        writer.stage(**{**given, "req_pool_indices": torch.arange(161, device=DEVICE)})
     with pytest.raises(ValueError, match="an embedding table, got some for input_embeds"):
         writer.stage(**given, input_embeds=given["aux_hidden_states"][:, : CASE.hidden])
     without_table = writer_of(pool, layer=replace(LAYER, embed_tokens=None))

@@ -86,6 +86,25 @@ def test_a_step_is_staged_from_a_row_on(num_rows: int, at: int, width: int) -> N
         assert (kept == 7).all(1).sum() == 9 - num_rows
 
 
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_a_row_that_waits_for_a_slot_given_again_is_dropped(num_rows: int) -> None:
+    names, at = ("token_ids", "positions", "out_cache_loc"), 20
+    given = {n: torch.arange(num_rows, dtype=torch.int32, device=DEVICE) for n in names}
+    given["aux_hidden_states"] = torch.zeros(num_rows, 4, device=DEVICE)
+    for launch in (stage, interpreted_stage):
+        waiting = torch.arange(30, device=DEVICE) % 10
+        staged = {n: waiting.clone() for n in names}
+        staged["aux_hidden_states"] = torch.zeros(30, 4, device=DEVICE)
+        kept = torch.zeros(9, 4, device=DEVICE)
+        requests = torch.arange(num_rows, device=DEVICE)
+        launch(
+            given=given, staged=staged, at=at, req_pool_indices=requests, kept_hidden_states=kept
+        )
+        dropped = [-1 if slot < num_rows else slot for slot in range(10)]
+        assert staged["out_cache_loc"].tolist() == [*dropped, *dropped, *range(10)]
+        assert torch.equal(staged["token_ids"], waiting)  # the rest of a dropped row stays
+
+
 def interpreted_stage(
     *, given: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], **options: Any
 ) -> None:

@@ -46,11 +46,12 @@ def stage_kernel(
     staged_aux_ptr,  # [max_rows, width] (output from row `at`)
     staged_tokens_ptr,  # [max_rows] int64 (output from row `at`)
     staged_positions_ptr,  # [max_rows] int64 (output from row `at`)
-    staged_slots_ptr,  # [max_rows] int64 (output from row `at`)
+    staged_slots_ptr,  # [max_rows] int64 (output from row `at`, and before where taken)
     kept_ptr,  # [max_requests, width] (output)
     stride_kept,
     at,
     width,
+    MAX_ROWS: tl.constexpr,  # rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -64,7 +65,12 @@ def stage_kernel(
     if block == 0:
         tl.store(staged_tokens_ptr + at + row, tl.load(tokens_ptr + row).to(tl.int64))
         tl.store(staged_positions_ptr + at + row, tl.load(positions_ptr + row).to(tl.int64))
-        tl.store(staged_slots_ptr + at + row, tl.load(slots_ptr + row).to(tl.int64))
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        tl.store(staged_slots_ptr + at + row, slot)
+        before = tl.arange(0, MAX_ROWS)
+        waits = before < at
+        theirs = tl.load(staged_slots_ptr + before, mask=waits, other=-1)
+        tl.store(staged_slots_ptr + before, -1, mask=waits & (theirs == slot))
 
 
 def decode_inputs(
@@ -119,5 +125,6 @@ def stage(
         kept_hidden_states.stride(0),
         at,
         width,
+        MAX_ROWS=triton.next_power_of_2(staged[0].shape[0]),
         BLOCK=BLOCK_WIDE,
     )
