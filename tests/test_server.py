@@ -239,7 +239,7 @@ def assert_same_drafts(recording: Recording, never: Recording) -> None:
 @pytest.mark.parametrize("max_rows", [3, 11])
 @pytest.mark.parametrize("case", ["retraction", "overlap, join and finish"])
 def test_any_size_of_a_block_writes_the_same(case: str, max_rows: int) -> None:
-    """Steps of more rows are written at once, others when a block is full or requests change."""
+    """Steps of more rows are written at once, others when a block is full."""
     recording = run(case, script=SCRIPTS["eight steps"], max_rows=max_rows)
     assert max(recording.rows_written, default=0) <= max_rows
     assert_same_tokens(recording, without_speculation(case), frozenset())
