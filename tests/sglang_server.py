@@ -261,6 +261,10 @@ class Server:
         self._assert_balanced()
         return self.recording
 
+    def load_draft_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """As SGLang's `update_weights_from_tensor` does it in a running server."""
+        self._draft_runner().model.load_weights(list(weights.items()))
+
     def close(self) -> None:
         """Take down SGLang's process groups so that another server can be built."""
         from sglang.srt.distributed.parallel_state import (
@@ -280,12 +284,13 @@ class Server:
         pool = scheduler.req_to_token_pool
         assert len(pool.free_slots) == pool.size, "rows of the request pool leaked"
 
-    def _draft_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draft_runner(self) -> Any:
         worker = _drafter(self.scheduler.draft_worker)
-        runner = worker.model_runner if spec_v1(worker) else worker.draft_runner
-        return runner.token_to_kv_pool.get_key_buffer(0), runner.token_to_kv_pool.get_value_buffer(
-            0
-        )
+        return worker.model_runner if spec_v1(worker) else worker.draft_runner
+
+    def _draft_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self._draft_runner().token_to_kv_pool
+        return pool.get_key_buffer(0), pool.get_value_buffer(0)
 
     def _record(self, worker: Any) -> None:
         recording, drafter = self.recording, _drafter(worker)
@@ -319,7 +324,7 @@ class Server:
         worker.forward_batch_generation = recorded_forward
 
     def _record_draft_kv(self, rid: str, row: int, length: int) -> None:
-        """K and V now, or as soon as the rows that wait are written: their slots live till then."""
+        """K and V now, or as soon as the rows that wait are written: the tree keeps the slots."""
         self.unwritten[rid] = self.scheduler.req_to_token_pool.req_to_token[row, :length].long()
         if self.fallback is None or not self.fallback.writer.num_rows:
             self._read_draft_kv()

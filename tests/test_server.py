@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sglang_server import PAIR, SGLANG, SPECULATIVE, TRITON_RELEASE, Recording, Server
 
 Script = Callable[[int], bool]
@@ -249,6 +250,28 @@ def test_any_size_of_a_block_writes_the_same(case: str, max_rows: int) -> None:
 @pytest.mark.skipif(SGLANG != "0.5.23", reason="the same on every release")
 def test_steps_of_the_same_requests_are_written_together() -> None:
     assert 32 in run_off("four", "eight steps").rows_written  # eight steps of four requests
+
+
+@pytest.mark.skipif(SGLANG != "0.5.23", reason="the same on every release")
+def test_off_steps_follow_an_update_of_the_weights() -> None:
+    new_weights = {
+        name: weight.flip(0)
+        for name, weight in load_file(PAIR / "draft" / "model.safetensors").items()
+        if any(part in name for part in ("fc", "k_proj", "v_proj", "hidden_norm"))
+    }
+
+    def drive(**server: Any) -> Recording:
+        with Server(**server) as running:
+            four(running)
+            running.step(3)
+            running.load_draft_weights(new_weights)
+            return running.drain()
+
+    never, off = drive(), drive(script=SCRIPTS["eight steps"])
+    assert off.off_steps
+    assert_same_drafts(off, never)
+    with pytest.raises(AssertionError):  # the update changed what is compared
+        assert_same_drafts(off, never_off("four"))
 
 
 def test_proposals_after_a_flip_were_compared() -> None:
